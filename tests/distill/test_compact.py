@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -17,18 +16,14 @@ from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from distill.compact import find_zero_channels, run
 from distill.config import CompactConfig
-from jobs.config import typed
-from jobs.job import CONF, register
 from scripts.to_safetensors import convert
+from tests.support.configurations import configuration
 
 STORED, TRUE, HEADS = 32, 20, 4  # stored channels, nonzero channels, heads of width 8
 
 
 def configured(model: Path, folder: Path, *overrides: str) -> CompactConfig:
-    register("distill.compact", CompactConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [f"model={model}", f"output_dir={folder}", *overrides]
-        return typed(compose("distill_compact", given), CompactConfig)
+    return configuration("distill.compact", f"model={model}", f"output_dir={folder}", *overrides)
 
 
 def padded(

@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 import distill.pretrain
 import distill.train
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, score_mixture
 from distill.config import PretrainConfig, TrainConfig
-from jobs.config import typed
-from jobs.job import CONF, register
+from jobs.job import CONF
+from tests.support.configurations import configuration
 from tests.support.forks import run_ranks
 from training.config import StudentConfig
 from training.data.from_config import sample_evenly
@@ -56,14 +55,11 @@ def domains(texts: Path, functions: str = "", words: str = "") -> list[str]:
 
 
 def training(target: Path, folder: Path, *overrides: str) -> TrainConfig:
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [*TOY, f"target.path={target}", f"output_dir={folder}", *overrides]
-        return typed(compose("distill_train", given), TrainConfig)
+    given = [*TOY, f"target.path={target}", f"output_dir={folder}", *overrides]
+    return configuration("distill.train", *given)
 
 
 def pretraining(folder: Path, *overrides: str) -> PretrainConfig:
-    register("distill.pretrain", PretrainConfig)
     shape = (
         "model.num_hidden_layers=1 model.hidden_size=32 model.num_attention_heads=4 "
         "model.intermediate_size=48"
@@ -71,9 +67,8 @@ def pretraining(folder: Path, *overrides: str) -> PretrainConfig:
     loop = (
         "loop.max_steps=4 loop.tokens_per_step=1024 loop.micro_batch_tokens=512 loop.eval_every=2"
     )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [*TOY[1:], *shape.split(), *loop.split(), f"output_dir={folder}", *overrides]
-        return typed(compose("distill_pretrain", given), PretrainConfig)
+    given = [*TOY[1:], *shape.split(), *loop.split(), f"output_dir={folder}", *overrides]
+    return configuration("distill.pretrain", *given)
 
 
 def records(folder: Path, key: str) -> list[float]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,9 +20,10 @@ import training.loop
 from decoding.errors import UserError
 from distill.config import PruneConfig
 from distill.prune.job import intermediate_depths, run
-from jobs.config import typed
 from jobs.interrupts import Interrupted
-from jobs.job import CONF, register
+from jobs.job import CONF
+from tests.support.configurations import configuration
+from tests.support.tiers import tiered
 
 NARROW = (
     "student.hidden_size=16",
@@ -66,9 +66,7 @@ def arguments(target: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def configured(target: Path, folder: Path, *overrides: str) -> PruneConfig:
-    register("distill.prune", PruneConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose("distill_prune", arguments(target, folder, *overrides)), PruneConfig)
+    return configuration("distill.prune", *arguments(target, folder, *overrides))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -135,7 +133,8 @@ def test_the_probe_selects_the_best_distilled_candidate(tiny_target: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("working", "proposed_by"), [((0, 2), "even_without_last"), ((0, 3), "even")]
+    ("working", "proposed_by"),
+    tiered([((0, 2), "even_without_last"), ((0, 3), "even")], [((0, 2), "even_without_last")]),
 )
 def test_the_last_layer_is_kept_only_if_it_is_useful(
     working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
@@ -161,6 +160,7 @@ def test_the_last_layer_is_kept_only_if_it_is_useful(
     assert all(acceptance < 0.99 for name, acceptance in found.items() if name != proposed_by)
 
 
+@pytest.mark.long
 def test_cached_target_states_serve_all_candidates(tiny_target: Path, tmp_path: Path):
     """Check that with a cache every candidate after the first is distilled with fewer FLOPs.
 
@@ -185,11 +185,15 @@ def test_cached_target_states_serve_all_candidates(tiny_target: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("given", "signal_at"),
-    [
-        (("importance.probe_steps=3", "student.num_hidden_layers=3"), 5),  # in the second candidate
-        # between two cuts
-        (("student.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
-    ],
+    tiered(
+        [
+            # in the second candidate
+            (("importance.probe_steps=3", "student.num_hidden_layers=3"), 5),
+            # between two cuts
+            (("student.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
+        ],
+        lambda given, signal_at: signal_at == 2,
+    ),
     ids=["probe", "between"],
 )
 def test_an_interrupted_distillation_resumes_exactly(
@@ -226,6 +230,7 @@ def test_an_interrupted_distillation_resumes_exactly(
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
 
+@pytest.mark.long
 def test_layers_are_given_or_chosen_by_one_criterion(tiny_target: Path, tmp_path: Path):
     run(configured(tiny_target, tmp_path / "named", "student.layers=[1,2]"))
     run(configured(tiny_target, tmp_path / "even", "importance.choice=even"))
@@ -289,6 +294,7 @@ def test_a_tracker_gets_every_stage_under_the_experiments_name(
     assert len(complete["candidates"].data) == sum(len(stage["candidates"]) for stage in stages)
 
 
+@pytest.mark.long
 def test_a_run_is_named_after_its_experiment_by_default(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
@@ -328,6 +334,7 @@ def test_a_real_run_saves_no_published_configuration(tiny_target: Path, tmp_path
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
 
 
+@pytest.mark.long
 def test_interrupted_mask_training_resumes_exactly(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -352,6 +359,7 @@ def test_interrupted_mask_training_resumes_exactly(
     )
 
 
+@pytest.mark.long
 def test_a_resumed_run_repeats_no_finished_stage(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -483,6 +491,7 @@ def test_unaligned_widths_are_printed_as_warnings(
     )
 
 
+@pytest.mark.long
 def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
     """Check that a domain with share 0 changes no score, and that one with share 0.5 does."""
     texts = {
@@ -511,6 +520,7 @@ def test_domains_are_sampled_by_their_shares(tiny_target: Path, tmp_path: Path):
     assert not same(one, scores("half", 0.5, 0.5)), "control: shares matter"
 
 
+@pytest.mark.long
 def test_the_short_distillation_uses_its_dtype(tiny_target: Path, tmp_path: Path):
     """Check that between.dtype applies to training, and target.dtype to the stored weights."""
     given = ("student.num_hidden_layers=1", "depths=[3]", "importance.choice=even")
@@ -529,21 +539,11 @@ def test_the_short_distillation_uses_its_dtype(tiny_target: Path, tmp_path: Path
 
 def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_path: Path):
     import distill.train
-    from distill.config import TrainConfig
 
     run(configured(tiny_target, tmp_path / "pruned", *NARROW))
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [
-            "+experiment=smoke",
-            f"target.path={tiny_target}",
-            f"output_dir={tmp_path}/trained",
-        ]
-        composed = compose(
-            "distill_train",
-            [*given, "student.init=folder", f"student.path={tmp_path}/pruned/student"],
-        )
-    distill.train.run(typed(composed, TrainConfig))
+    given = ["+experiment=smoke", f"target.path={tiny_target}", f"output_dir={tmp_path}/trained"]
+    given += ["student.init=folder", f"student.path={tmp_path}/pruned/student"]
+    distill.train.run(configuration("distill.train", *given))
     drafter = tmp_path / "trained" / "drafter"
     pruning = json.loads((drafter / "drafter_card.json").read_text())["pruning"]
     assert pruning["mode"] == "importance" and len(pruning["stages"][0]["layers"]) == 2, (

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 import distill.prune.masks
 import distill.train
@@ -17,8 +16,8 @@ from decoding.models.text.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance
 from distill.config import TrainConfig
 from distill.prune.job import check, run
-from jobs.config import typed
-from jobs.job import CONF, register
+from jobs.job import CONF
+from tests.support.configurations import configuration
 from training.data.from_config import held_out_samples
 from training.data.mixture import update_shares
 from training.models.build import load_causal_lm
@@ -198,11 +197,9 @@ def test_two_ranks_move_equal_shares(
 
 
 def training(target: Path, folder: Path, *overrides: str) -> TrainConfig:
-    register("distill.train", TrainConfig)
     brief = "data=domains data.max_length=128 loop.max_steps=1 loop.eval_every=1".split()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = ["+experiment=smoke", f"target.path={target}", f"output_dir={folder}", *brief]
-        return typed(compose("distill_train", [*given, *overrides]), TrainConfig)
+    given = ["+experiment=smoke", f"target.path={target}", f"output_dir={folder}", *brief]
+    return configuration("distill.train", *given, *overrides)
 
 
 @pytest.mark.long

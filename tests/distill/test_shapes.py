@@ -1,14 +1,13 @@
 """Test the shapes in conf/student against published parameter counts."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from distill.config import TrainConfig
 from distill.shapes import refuse_wider, student_config
 from jobs.config import typed
-from jobs.job import CONF, register
+from jobs.job import CONF
+from tests.support.configurations import configuration
 from training.config import StudentConfig
 from training.models.build import target_config
 from training.models.shapes import bytes_a_step, millions, parameter_counts
@@ -41,19 +40,15 @@ def test_parameter_counts_are_the_published_ones(name: str):
 
 
 @pytest.mark.parametrize("target", ["llama3_1_8b", "llama3_1_70b"])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_shapes_are_cut_from_a_target_with_grouped_queries(name: str, target: str):
+def test_published_shapes_are_cut_from_a_target_with_grouped_queries(target: str):
     """Check that a student has 8 key-value heads, the target's number, or 5 if it has 20 heads."""
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        train = typed(compose("distill_train", [f"target={target}"]), TrainConfig)
-    theirs = target_config(train.target)
-    student = student_config(
-        typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig), theirs
-    )
-    refuse_wider(student, theirs)
-    heads, groups = student.num_attention_heads, student.num_key_value_heads
-    assert heads % groups == 0 and groups == {32: 8, 20: 5, 16: 8, 8: 8}[heads]
+    theirs = target_config(configuration("distill.train", f"target={target}").target)
+    for name in PUBLISHED:
+        shape = typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig)
+        student = student_config(shape, theirs)
+        refuse_wider(student, theirs)
+        heads, groups = student.num_attention_heads, student.num_key_value_heads
+        assert heads % groups == 0 and groups == {32: 8, 20: 5, 16: 8, 8: 8}[heads], name
 
 
 def test_bytes_per_step_count_layers_and_head():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from decoding.costs.timing import Parts
 from decoding.drafters.self_speculation import SelfSpeculation, read_skips
@@ -19,8 +18,7 @@ from decoding.rounds.settings import Settings
 from distill import skip_search
 from distill.config import SkipSearchConfig
 from distill.skip_search import SubLayerCosts, measure_sub_layers
-from jobs.config import typed
-from jobs.job import CONF, register
+from tests.support.configurations import configuration
 from training.config import StudentConfig
 from training.drafter_folder import write_model
 from training.models.build import build_llama
@@ -59,11 +57,9 @@ def target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> P
 
 
 def configured(target: Path, folder: Path, *more: str) -> SkipSearchConfig:
-    register("distill.skip_search", SkipSearchConfig)
     small = ["held_out.max_prompts=4", "held_out.max_new_tokens=16", "max_skips=5"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [f"target.path={target}", f"output_dir={folder}", *small, *more]
-        return typed(compose("distill_skip_search", given), SkipSearchConfig)
+    given = [f"target.path={target}", f"output_dir={folder}", *small, *more]
+    return configuration("distill.skip_search", *given)
 
 
 @pytest.fixture(scope="module")

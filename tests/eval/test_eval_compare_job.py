@@ -8,7 +8,6 @@ import time
 from html.parser import HTMLParser
 
 import pytest
-from hydra import compose, initialize_config_dir
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -19,10 +18,11 @@ from eval.config import CompareConfig
 from eval.report.tables import comparison_warnings, print_comparison
 from eval.statistics.comparison.evaluations import find_runs
 from eval.statistics.schema import read_rows, write_rows
-from jobs.config import TrackerConfig, typed
-from jobs.job import CONF, check_arguments, register
+from jobs.config import TrackerConfig
+from jobs.job import check_arguments
 from tests.support import simulated_runs
 from tests.support import tiny_folders as tiny
+from tests.support.configurations import configuration
 from tests.support.simulated_comparisons import (
     DEEP,
     SHALLOW,
@@ -99,6 +99,8 @@ def test_the_page_shows_the_results(compared):
         assert needed in text, needed
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("drawn")
 def test_a_single_run_makes_a_report(runs):
     folder = run(configured(runs, "alone", three(runs)[:1]))
     assert len(lines(folder)) == 4
@@ -110,6 +112,7 @@ def test_a_single_run_makes_a_report(runs):
     }
 
 
+@pytest.mark.usefixtures("drawn")
 def test_names_from_outside_cannot_break_the_page(tmp_path):
     folder = simulated_runs.write(
         tmp_path / "run", SHALLOW, target="<script>x</script>", benchmark="<b>&"
@@ -118,6 +121,7 @@ def test_names_from_outside_cannot_break_the_page(tmp_path):
     assert "<script" not in html and "<b>&" not in html and "&lt;script&gt;" in html
 
 
+@pytest.mark.long
 def test_a_finished_comparison_is_repeated_only_for_other_runs(tmp_path, capsys):
     simulated_runs.write(tmp_path / "a" / "eval.run", SHALLOW)
     cfg = configured(tmp_path, "again", [f"{tmp_path}/*/eval.run"])
@@ -159,6 +163,8 @@ def test_the_terminal_table_fits(runs, width):
         assert needed in text, needed
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("drawn")
 def test_weights_and_biases_holds_the_comparison_offline(runs):
     """Check that the offline run has the charts, and a table with the rows of comparison.jsonl."""
     tracker = TrackerConfig(wandb="offline", group="simulated sweep")
@@ -272,20 +278,14 @@ def test_a_run_named_twice_is_read_once(runs):
 
 # --------------------------------------------------------------------------------------- real, tiny
 def test_a_stage_configures_it_by_overrides_alone():
-    register("eval.compare", CompareConfig)
     overrides = [
         'runs=["ladder/*/eval.run",other]',
         "labels={one: wide,ladder/a/eval.run: deep}",
         "tracker=wandb_offline",
     ]
     check_arguments(overrides, "eval.compare", CompareConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = typed(
-            compose(
-                "eval_compare", [*overrides, "group_by=[shape.hidden_size]", "tracker.group=ladder"]
-            ),
-            CompareConfig,
-        )
+    more = ["group_by=[shape.hidden_size]", "tracker.group=ladder"]
+    cfg = configuration("eval.compare", *overrides, *more)
     assert cfg.runs == ["ladder/*/eval.run", "other"]
     assert cfg.labels == {"one": "wide", "ladder/a/eval.run": "deep"}
     assert (cfg.tracker.wandb, cfg.tracker.group, cfg.group_by) == (

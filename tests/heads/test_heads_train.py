@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import heads.train
@@ -14,10 +13,9 @@ import recurrent_drafting.train
 from decoding.errors import UserError
 from heads.registry import KINDS, kind_of
 from heads.train import find_kind_name, schema_of
-from jobs.config import typed
 from jobs.help import field_docs
-from jobs.job import CONF, register
-from recurrent_drafting.config import HeadTrainConfig
+from jobs.job import CONF
+from tests.support.configurations import configuration
 from tests.support.forks import run_forked
 from training.heads.config import HeadJobConfig
 
@@ -35,10 +33,8 @@ SMALL = [
 ]
 
 
-def configured(job: str, schema: type, *overrides: str) -> Any:
-    register(job, schema)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose(job.replace(".", "_"), [*SMALL, *overrides]), schema)
+def configured(job: str, *overrides: str) -> Any:
+    return configuration(job, *SMALL, *overrides)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -46,7 +42,7 @@ def test_every_kind_has_a_file_a_schema_and_documented_options(name: str):
     kind = kind_of(name)
     assert kind.name == name and (CONF / "head" / f"{name}.yaml").is_file()
     assert issubclass(kind.config, HeadJobConfig)
-    config = configured("heads.train", schema_of(name), f"head={name}", "target.path=x")
+    config = configured("heads.train", f"head={name}", "target.path=x")
     assert config.kind == name and config.job == "heads.train"
     docs = field_docs(schema_of(name))
     assert all(docs.values()), [key for key, words in docs.items() if not words]
@@ -60,11 +56,10 @@ def test_the_recurrent_head_equals_that_of_its_job(tiny_target: Path, tmp_path: 
     given = [f"target.path={tiny_target}", "head.zero_blocks=true", "head.draft_vocab_size=300"]
     own, also, other = (tmp_path / name for name in ("own", "also", "other"))
     recurrent_drafting.train.run(
-        configured("recurrent_drafting.train", HeadTrainConfig, *given, f"output_dir={own}")
+        configured("recurrent_drafting.train", *given, f"output_dir={own}")
     )
-    schema = schema_of("recurrent")
     for folder, more in ((also, "seed=0"), (other, "seed=1")):
-        heads.train.run(configured("heads.train", schema, *given, more, f"output_dir={folder}"))
+        heads.train.run(configured("heads.train", *given, more, f"output_dir={folder}"))
     weights, same, different = (
         load_file(folder / "drafter" / "model.safetensors") for folder in (own, also, other)
     )
@@ -96,12 +91,11 @@ def test_the_kind_comes_from_the_command_line_an_experiment_or_a_saved_configura
 
 
 def test_a_kind_that_differs_from_the_configuration_is_refused(tmp_path: Path):
-    schema = schema_of("recurrent")
-    config = configured("heads.train", schema, "target.path=x", "kind=none_such")
+    config = configured("heads.train", "target.path=x", "kind=none_such")
     with pytest.raises(UserError, match="head=none_such is unknown, expected one of recurrent"):
         heads.train.run(config)
     for name in KINDS.keys() - {"recurrent"}:
-        config = configured("heads.train", schema, "target.path=x", f"kind={name}")
+        config = configured("heads.train", "target.path=x", f"kind={name}")
         with pytest.raises(UserError, match=f"kind={name} is set only by head={name}"):
             heads.train.run(config)
 

@@ -1,16 +1,16 @@
 """The published flags: each sets its key, and an invalid value is refused."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
-from jobs.config import typed
-from jobs.job import CONF, check_arguments, register
+from jobs.job import check_arguments
 from recurrent_drafting.cmd.flags import FLAGS, quoted, to_overrides
 from recurrent_drafting.generate import JOB
 from serving.config import GenerateConfig
 from serving.setup import check
+from tests.support.configurations import configuration
 from tests.support.forks import run_forked
+from tests.support.tiers import tiered
 
 PUBLISHED = (
     "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length "
@@ -23,9 +23,7 @@ def config_of(*arguments: str) -> GenerateConfig:
     """Return the configuration that a command line gives."""
     overrides = to_overrides(arguments)
     check_arguments(overrides, JOB, GenerateConfig)
-    register(JOB, GenerateConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
+    return configuration(JOB, *overrides)
 
 
 def test_all_published_flags_exist():
@@ -53,52 +51,55 @@ def test_defaults_are_those_of_the_help():
 
 @pytest.mark.parametrize(
     ("words", "key", "value"),
-    [
-        ("--hf_tokenizer runs/my_tokenizer", "tokenizer", "runs/my_tokenizer"),
-        ("--hf_llm /models/vicuna,7b", "target.path", "/models/vicuna,7b"),
-        ("--hf_drafter runs/head", "drafter", {"use": "runs/head"}),
-        ("--eval_mt_bench", "prompts", "mt_bench"),
-        ("--eval_mt_bench=True", "prompts", "mt_bench"),
-        ("--eval_mt_bench false", "prompts", ""),
-        ("--eval_mt_bench data/question.jsonl", "prompts", "data/question.jsonl"),
-        ("--eval_mt_bench questions.txt", "prompts", "questions.txt"),
-        ("--eval_mt_bench seed=6", "prompts", "mt_bench"),
-        ("--max_num_prompts 7", "max_prompts", 7),
-        ("--max_num_prompts -1", "max_prompts", 0),
-        ("--max_prompt_length=500", "max_prompt_tokens", 500),
-        ("--max_prompt_length=-1", "max_prompt_tokens", 0),
-        ("--max_generation_length 2048", "max_new_tokens", 2048),
-        ("--beam_width=45", "beam_width", 45),
-        ("--beam_length 4", "beam_length", 4),
-        ("--beam_length=-1", "beam_length", 5),
-        ("--greedy_search", "temperature", 0.0),
-        ("--greedy_search=True --temperature=0.7", "temperature", 0.0),
-        ("--greedy_search False --temperature=0.7", "temperature", 0.7),
-        ("--nogreedy_search --temperature .5", "temperature", 0.5),
-        ("--temperature 0.7", "temperature", 0.7),
-        ("--rng_seed 5", "seed", 5),
-        ("--batch_size=8", "batch_size", 8),
-        ("--dtype=bf16", "target.dtype", "bfloat16"),
-        ("--dtype fp16", "target.dtype", "float16"),
-        ("--use_gpu 3", "target.device", "cuda:3"),
-        ("--use_gpu -1", "target.device", "cpu"),
-        ("--use_gpu=-1", "target.device", "cpu"),
-        ("--autoregression", "drafter", {"use": "none"}),
-        ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
-        ("--rng_seed 5 seed=6", "seed", 6),  # an override takes precedence
-        ("drafter=runs/head", "drafter", {"use": "runs/head"}),
-        (
-            "drafter={use:budget_tree,folder:runs/a}",
-            "drafter",
-            {"use": "budget_tree", "folder": "runs/a"},
-        ),
-        (
-            "drafter.use=recurrent drafter.folder=runs/a",
-            "drafter",
-            {"use": "recurrent", "folder": "runs/a"},
-        ),
-        ("--beam_width 1 --beam_width 2", "beam_width", 2),
-    ],
+    tiered(
+        [
+            ("--hf_tokenizer runs/my_tokenizer", "tokenizer", "runs/my_tokenizer"),
+            ("--hf_llm /models/vicuna,7b", "target.path", "/models/vicuna,7b"),
+            ("--hf_drafter runs/head", "drafter", {"use": "runs/head"}),
+            ("--eval_mt_bench", "prompts", "mt_bench"),
+            ("--eval_mt_bench=True", "prompts", "mt_bench"),
+            ("--eval_mt_bench false", "prompts", ""),
+            ("--eval_mt_bench data/question.jsonl", "prompts", "data/question.jsonl"),
+            ("--eval_mt_bench questions.txt", "prompts", "questions.txt"),
+            ("--eval_mt_bench seed=6", "prompts", "mt_bench"),
+            ("--max_num_prompts 7", "max_prompts", 7),
+            ("--max_num_prompts -1", "max_prompts", 0),
+            ("--max_prompt_length=500", "max_prompt_tokens", 500),
+            ("--max_prompt_length=-1", "max_prompt_tokens", 0),
+            ("--max_generation_length 2048", "max_new_tokens", 2048),
+            ("--beam_width=45", "beam_width", 45),
+            ("--beam_length 4", "beam_length", 4),
+            ("--beam_length=-1", "beam_length", 5),
+            ("--greedy_search", "temperature", 0.0),
+            ("--greedy_search=True --temperature=0.7", "temperature", 0.0),
+            ("--greedy_search False --temperature=0.7", "temperature", 0.7),
+            ("--nogreedy_search --temperature .5", "temperature", 0.5),
+            ("--temperature 0.7", "temperature", 0.7),
+            ("--rng_seed 5", "seed", 5),
+            ("--batch_size=8", "batch_size", 8),
+            ("--dtype=bf16", "target.dtype", "bfloat16"),
+            ("--dtype fp16", "target.dtype", "float16"),
+            ("--use_gpu 3", "target.device", "cuda:3"),
+            ("--use_gpu -1", "target.device", "cpu"),
+            ("--use_gpu=-1", "target.device", "cpu"),
+            ("--autoregression", "drafter", {"use": "none"}),
+            ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
+            ("--rng_seed 5 seed=6", "seed", 6),  # an override takes precedence
+            ("drafter=runs/head", "drafter", {"use": "runs/head"}),
+            (
+                "drafter={use:budget_tree,folder:runs/a}",
+                "drafter",
+                {"use": "budget_tree", "folder": "runs/a"},
+            ),
+            (
+                "drafter.use=recurrent drafter.folder=runs/a",
+                "drafter",
+                {"use": "recurrent", "folder": "runs/a"},
+            ),
+            ("--beam_width 1 --beam_width 2", "beam_width", 2),
+        ],
+        lambda words, key, value: words.startswith("--") and "=" not in words,
+    ),
 )
 def test_a_flag_sets_its_key(words: str, key: str, value: object):
     node: object = config_of(*words.split())

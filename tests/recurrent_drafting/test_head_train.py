@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
-from jobs.config import typed
-from jobs.job import CONF, register
+from jobs.job import CONF
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.train import run
+from tests.support.configurations import configuration
 from tests.support.forks import Fork, run_ranks
+from tests.support.tiers import tiered
 from training.heads.dry_run import target_flops
 from training.models.build import load_causal_lm
 from training.models.shapes import forward_flops
@@ -47,10 +47,8 @@ SMALL = [
 
 
 def configured(target: Path, folder: Path, *overrides: str) -> HeadTrainConfig:
-    register(JOB, HeadTrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = [*SMALL, f"target.path={target}", f"output_dir={folder}", *overrides]
-        return typed(compose("recurrent_drafting_train", given), HeadTrainConfig)
+    given = [*SMALL, f"target.path={target}", f"output_dir={folder}", *overrides]
+    return configuration(JOB, *given)
 
 
 def command(target: Path, folder: Path, *overrides: str) -> list[str]:
@@ -116,12 +114,12 @@ def test_a_finished_run_is_skipped(
     assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", pytest.param("lk", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", tiered(["cross_entropy", "lk"], ["cross_entropy"]))
 def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Path, tmp_path: Path):
     steps = [
-        "loop.max_steps=40",
+        "loop.max_steps=20",
         "loop.eval_every=20",
-        "loop.optimizer.lr=1e-2",
+        "loop.optimizer.lr=2e-2",
         f"loss.name={name}",
     ]
     run(configured(tiny_target, tmp_path, *steps, "states.cache=memory"))
@@ -151,11 +149,8 @@ def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Pa
 def test_every_extension_trains_and_is_described(
     overrides: list[str], tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run(
-        configured(
-            tiny_target, tmp_path / "run", *overrides, f"states.folder={tmp_path / 'states'}"
-        )
-    )
+    brief = ("loop.max_steps=2", "loop.eval_every=2", f"states.folder={tmp_path / 'states'}")
+    run(configured(tiny_target, tmp_path / "run", *overrides, *brief))
     head, said = load_head(tmp_path / "run" / "drafter"), capsys.readouterr().out
     shortlist = head.config.draft_vocab_size == 300
     assert ("only this project loads it" in said) == shortlist
@@ -277,14 +272,14 @@ def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str
 def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Path, tmp_path: Path):
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
-    run(configured(target, tmp_path / "run"))
+    run(configured(target, tmp_path / "run", "loop.max_steps=1"))
     manifest = tmp_path / "run" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"finished": true', '"finished": false'))
     (target / "generation_config.json").write_text("{}")
     with pytest.raises(
         UserError, match="was started with another target: .* A head only works with its target"
     ):
-        run(configured(target, tmp_path / "run"))
+        run(configured(target, tmp_path / "run", "loop.max_steps=1"))
 
 
 def test_a_head_continues_only_from_a_folder_of_the_same_target(

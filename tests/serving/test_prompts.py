@@ -9,15 +9,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.loop import decode
-from jobs.config import TargetConfig, typed
+from jobs.config import TargetConfig
 from jobs.interrupts import Interrupted
-from jobs.job import CONF, register
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.cmd.flags import to_overrides
 from recurrent_drafting.generate import JOB, run
@@ -29,6 +27,7 @@ from serving.prompt_report import compare_outputs, print_report
 from serving.prompts import PromptRun, answer_prompts, load_prompts
 from serving.setup import ChatModels, choose_template, load
 from tests.support import tiny_heads as tiny
+from tests.support.configurations import configuration
 from training.data.chat import render_prompt
 
 TURNS = {
@@ -108,11 +107,7 @@ def test_the_published_command_uses_vicunas_template(
         "--use_gpu=-1",
     ]
     flags += ["--max_num_prompts=1", "--max_generation_length=4", "turns=first"]
-    register(JOB, GenerateConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        overrides = to_overrides(list(map(str, flags)))
-        cfg = typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
-    loaded, done = load_and_answer(cfg)
+    loaded, done = load_and_answer(configuration(JOB, *to_overrides(list(map(str, flags)))))
     assert loaded.about.endswith("; chat template vicuna, the published heads'")
     asked = [{"role": "user", "content": TURNS["a"][0]}]
     expected = render_prompt(loaded.engine.tokenizer, asked, template="vicuna")

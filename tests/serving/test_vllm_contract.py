@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 from scipy.stats import fisher_exact
 
@@ -18,12 +17,10 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.engine import encode
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from distill.config import TrainConfig
 from distill.train import run
-from jobs.config import typed
-from jobs.job import CONF, register
 from jobs.paths import resolve
 from tests.decoding.test_real_models import GAP_LIMIT, gap
+from tests.support.configurations import configuration
 from tests.support.vllm_server import Answer, code_block, serve
 from training.data.readers import read_prompts
 
@@ -40,10 +37,8 @@ Counts = tuple[Sequence[int], Sequence[int]]  # tested and accepted draft tokens
 
 def write_drafter(folder: Path, *overrides: str) -> Path:
     """Run distill.train on the embedded target; return the drafter's folder."""
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = ["+experiment=quickstart", "stages=[]", f"output_dir={folder}", *overrides]
-        run(typed(compose("distill_train", given), TrainConfig))
+    given = ["+experiment=quickstart", "stages=[]", f"output_dir={folder}", *overrides]
+    run(configuration("distill.train", *given))
     return folder / "drafter"
 
 

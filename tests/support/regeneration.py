@@ -6,12 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-
 from distill.config import RegenerateConfig
 from distill.regenerate.job import run
-from jobs.config import typed
-from jobs.job import CONF, register
+from tests.support.configurations import configuration
 from tests.support.forks import Fork
 
 CHATS = [
@@ -75,10 +72,7 @@ def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
 
 def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> RegenerateConfig:
     """Compose a configuration in float64, in which near ties do not occur."""
-    register("distill.regenerate", RegenerateConfig)
-    given = arguments(target, chats, folder, *overrides)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose("distill_regenerate", given), RegenerateConfig)
+    return configuration("distill.regenerate", *arguments(target, chats, folder, *overrides))
 
 
 def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[str]:

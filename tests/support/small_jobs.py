@@ -1,13 +1,9 @@
 """Every job with a run folder, with overrides that make it take about a second."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-from hydra import compose, initialize_config_dir
 
 import distill.compact
 import distill.pretrain
@@ -19,11 +15,7 @@ import distill.train
 import eval.compare
 import eval.run
 import recurrent_drafting.train
-from distill import config as distilling
-from eval import config as evaluating
-from jobs.config import typed
-from jobs.job import CONF, register
-from recurrent_drafting.config import HeadTrainConfig
+from tests.support.configurations import configuration
 
 _LOOP = [
     "loop.max_steps=2",
@@ -42,7 +34,6 @@ class SmallJob:
     named: keys whose value is the input folder. listed: keys whose value is a list of that folder.
     """
 
-    schema: type
     run: Callable[[Any], Any]
     named: tuple[str, ...]
     overrides: tuple[str, ...] = ()
@@ -51,13 +42,11 @@ class SmallJob:
 
 JOBS = {
     "distill.train": SmallJob(
-        distilling.TrainConfig,
         distill.train.run,
         ("target.path",),
         ("+experiment=smoke", *_LOOP, *_DATA, *_HELD_OUT),
     ),
     "distill.pretrain": SmallJob(
-        distilling.PretrainConfig,
         distill.pretrain.run,
         ("tokenizer",),
         (
@@ -73,7 +62,6 @@ JOBS = {
         ),
     ),
     "distill.prune": SmallJob(
-        distilling.PruneConfig,
         distill.prune.job.run,
         ("target.path",),
         (
@@ -90,7 +78,6 @@ JOBS = {
         ),
     ),
     "distill.regenerate": SmallJob(
-        distilling.RegenerateConfig,
         distill.regenerate.job.run,
         ("target.path",),
         (
@@ -101,23 +88,18 @@ JOBS = {
         ),
     ),
     "distill.skip_search": SmallJob(
-        distilling.SkipSearchConfig,
         distill.skip_search.run,
         ("target.path",),
         (*_HELD_OUT, "max_skips=2"),
     ),
-    "distill.quality": SmallJob(
-        distilling.QualityConfig, distill.quality.run, ("model",), ("functions=1",)
-    ),
-    "distill.compact": SmallJob(distilling.CompactConfig, distill.compact.run, ("model",)),
+    "distill.quality": SmallJob(distill.quality.run, ("model",), ("functions=1",)),
+    "distill.compact": SmallJob(distill.compact.run, ("model",)),
     "recurrent_drafting.train": SmallJob(
-        HeadTrainConfig,
         recurrent_drafting.train.run,
         ("target.path",),
         (*_LOOP, *_DATA, *_HELD_OUT),
     ),
     "eval.run": SmallJob(
-        evaluating.EvalConfig,
         eval.run.run,
         ("target.path",),
         (
@@ -134,9 +116,7 @@ JOBS = {
         ),
         ("drafters",),
     ),
-    "eval.compare": SmallJob(
-        evaluating.CompareConfig, eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)
-    ),
+    "eval.compare": SmallJob(eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)),
 }
 
 
@@ -145,25 +125,13 @@ def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> An
 
     named: the input folder, a model (for eval.compare, a run of eval.run). folder: the run folder.
     """
-    config = deepcopy(_composed(job, str(named), overrides))
-    config.output_dir = str(folder)
-    return config
-
-
-@cache
-def _composed(job: str, named: str, overrides: tuple[str, ...]) -> Any:
-    """Compose the configuration of a job, whose output_dir the caller sets.
-
-    Results are cached, since Hydra takes longer than some of the jobs.
-    """
     small = JOBS[job]
-    register(job, small.schema)
     given = [
+        f"output_dir={folder}",
         *small.overrides,
         *(f"{key}={named}" for key in small.named),
         *(f"{key}=[{named}]" for key in small.listed),
     ]
     if job == "distill.prune":
         given.append(f"importance.cache_dir={Path(named).parent}/importance")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose(job.replace(".", "_"), [*given, *overrides]), small.schema)
+    return configuration(job, *given, *overrides)

@@ -9,12 +9,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from jobs.config import typed
-from jobs.job import CONF, check_arguments, register
+from jobs.job import check_arguments
+from tests.support.configurations import configuration
 from training.bounds import Progress
 from training.config import DataConfig, DomainConfig
 from training.data.from_config import data_files
@@ -278,9 +277,7 @@ def test_a_domain_without_supervised_tokens_is_refused():
 
 def composed(*overrides: str) -> TrainConfig:
     check_arguments(list(overrides), "distill.train", TrainConfig)
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose("distill_train", list(overrides)), TrainConfig)
+    return configuration("distill.train", *overrides)
 
 
 def test_the_published_mixtures_are_shipped():
