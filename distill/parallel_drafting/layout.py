@@ -15,17 +15,21 @@ D documents, S positions of the sequence, M predictions of all depths, H heads, 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decoding import devices
 from training.data.packing import PackedBatch
 from training.models.attention import document_starts
 
+# all kernels but cuDNN's, which spends some 100 ms on a plan for every new shape
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # last word of the key of the anchors, which differs from those of other random numbers of a run
 _PURPOSE = 6
 
@@ -81,19 +85,14 @@ class Layout:
             [part.transpose(0, 1)[None] for part in each.split(lengths)]
             for each in (q_SHC, k_SHC, v_SHC)
         )
-        mixed = []
-        for document, q, k, v in zip(self.documents, *by_document, strict=True):
-            text_q, text_k, text_v = (each[:, :, : document.length] for each in (q, k, v))
-            mixed.append(
-                F.scaled_dot_product_attention(
-                    text_q, text_k, text_v, is_causal=True, scale=scaling
-                )
-            )
-            if len(document.visible_ES):
-                masks, visible = q[:, :, document.length :], document.visible_ES
-                mixed.append(
-                    F.scaled_dot_product_attention(masks, k, v, attn_mask=visible, scale=scaling)
-                )
+        attention, mixed = partial(F.scaled_dot_product_attention, scale=scaling), []
+        with sdpa_kernel(_KERNELS):
+            for document, q, k, v in zip(self.documents, *by_document, strict=True):
+                text = (each[:, :, : document.length] for each in (q, k, v))
+                mixed.append(attention(*text, is_causal=True))
+                if len(document.visible_ES):
+                    masks = q[:, :, document.length :]
+                    mixed.append(attention(masks, k, v, attn_mask=document.visible_ES))
         return torch.cat([each[0].transpose(0, 1) for each in mixed])
 
 

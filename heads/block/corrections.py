@@ -84,6 +84,7 @@ class PrefixGRU(Correction):
         return weight
 
     def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
+        self.prefix_gru.flatten_parameters()  # on a GPU, after a change of dtype
         before_1ME = None if state_ME is None else state_ME[None]
         _, after_1ME = self.prefix_gru(embed(tokens_M)[:, None], before_1ME)
         assert isinstance(after_1ME, Tensor)

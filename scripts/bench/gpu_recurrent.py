@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 
 from decoding import devices
 from decoding.costs.machine_limits import fastest
+from decoding.interfaces import Drafter
 from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
@@ -124,7 +125,7 @@ def measure_parts(running: Batch, length: int) -> tuple[float, float]:
 
 def measure_rounds(
     target: NativeTarget,
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     length: int,
     sizes: Sizes,
     rows: int = 1,

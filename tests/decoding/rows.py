@@ -476,6 +476,7 @@ ROWS = [
         make=lambda kit: eagle_of(kit, frontier=3, by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), frontier=3, by_cost=True),
+        slow=True,
     ),
     DrafterRow(
         "dflash",

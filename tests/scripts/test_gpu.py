@@ -28,6 +28,7 @@ FILES = (
     "scripts/bench/gpu_training.py",
     "scripts/bench/padded.py",
     "scripts/bench/gpu_losses.py",
+    "scripts/bench/gpu_heads.py",
     "scripts/bench/gpu_recurrent.py",
     "scripts/bench/gpu_recurrent_training.py",
     "scripts/bench/random_models.py",

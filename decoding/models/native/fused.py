@@ -43,6 +43,8 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # New tokens in all rows of a fused forward; wider ones, such as prompts, run eagerly, where each
 # weight is used often enough for a library's matrix products.
 WIDEST = 128
+# The same for prompts in bfloat16, which PyTorch multiplies in hardware and this step as float32.
+WIDEST_PROMPT = 32
 SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
 
 
@@ -229,12 +231,17 @@ class FusedForward:
             *map(self._hold, (weights.embedding_VC, weights.norm_C, weights.head_weight_VC)),
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
-        everything = weights.dtype == torch.bfloat16 and not multiplies_bfloat16()
-        self._widest = sys.maxsize if everything else WIDEST
+        is_bfloat16, in_hardware = weights.dtype == torch.bfloat16, multiplies_bfloat16()
+        self._widest = sys.maxsize if is_bfloat16 and not in_hardware else WIDEST
+        self._widest_prompt = WIDEST_PROMPT if is_bfloat16 and in_hardware else self._widest
 
     def takes(self, rows: int) -> bool:
         """Return whether forwards over this many new tokens, in all rows, run fused."""
         return rows <= self._widest
+
+    def takes_prompt(self, rows: int) -> bool:
+        """Return whether this many tokens of prompts are read fused."""
+        return rows <= self._widest_prompt
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
         """Use this cache and these rope tables (S, D)."""

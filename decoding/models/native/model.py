@@ -229,7 +229,7 @@ class NativeTarget(CachedTarget):
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, never recorded."""
-        if self._fused is not None and self._fused.takes(tokens_BN.numel()):
+        if self._fused is not None and self._fused.takes_prompt(tokens_BN.numel()):
             check_taps(self, taps)
             self.slots.end_of(tokens_BN.shape[1])
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
