@@ -87,7 +87,8 @@ TOY = {
     "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
-    "heads.train": f"{TOY_LOOP} held_out.max_prompts=2 held_out.max_new_tokens=4",
+    "heads.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
+    "held_out.max_new_tokens=4",
     "recurrent_drafting.generate": "dry_run=true",
     "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
     f"held_out.max_new_tokens=4",
