@@ -88,8 +88,8 @@ class Layout:
         attention, mixed = partial(F.scaled_dot_product_attention, scale=scaling), []
         with sdpa_kernel(_KERNELS):
             for document, q, k, v in zip(self.documents, *by_document, strict=True):
-                text = (each[:, :, : document.length] for each in (q, k, v))
-                mixed.append(attention(*text, is_causal=True))
+                text_q, text_k, text_v = (each[:, :, : document.length] for each in (q, k, v))
+                mixed.append(attention(text_q, text_k, text_v, is_causal=True))
                 if len(document.visible_ES):
                     masks = q[:, :, document.length :]
                     mixed.append(attention(masks, k, v, attn_mask=document.visible_ES))
