@@ -5,11 +5,12 @@
 It lists what the head reads, the keys of config.json that this project does not know, and how well
 each reading of its taps and slots explains text that the target writes (training/heads/probe.py).
 It ends with status 1 for a folder that is incomplete, of another target, or read in the wrong
-layout: decoding would still be lossless, but hardly a drafted token would be accepted.
+layout: decoding would still be lossless, but hardly any drafted token would be accepted.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -60,26 +61,34 @@ def write_texts(target: Path) -> list[Sample]:
     return samples
 
 
+def key_names(values: dict[str, Any]) -> list[str]:
+    """Return the names of all keys, inner ones included; layouts nest the same keys differently."""
+    inner = (key_names(value) for value in values.values() if isinstance(value, dict))
+    return [*values, *(name for names in inner for name in names)]
+
+
 def check_folder(folder: Path, target: Path) -> None:
-    """Print what the head is and how it is read. Raises UserError for a head that is not fit."""
+    """Print what the head is and how it is read. Raises UserError for a head that does not fit."""
     kind = kind_in(folder)
     check_fits(target, folder)
     shape, sizes = kind.read_shape(folder), known_config(target)
     check_sizes(folder, shape, sizes)
     check_layers(kind.taps(shape), sizes.num_hidden_layers)
     head = kind.load(folder).eval()
-    written = kind.layout.config(shape, torch.float32)
-    unknown = sorted({*read_json(folder / "config.json")} - {*written})
+    written = key_names(kind.layout.config(shape, torch.float32))
+    unknown = sorted({*key_names(read_json(folder / "config.json"))} - {*written})
     layers = ", ".join(map(str, kind.taps(shape))) or f"{sizes.num_hidden_layers} (final norm)"
     print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}; reads hidden_states {layers}")
-    print(f"{len(head.state_dict())} tensors, all expected and of their shapes")
+    print(f"{len(head.state_dict())} tensors, all expected, with the right shapes")
     if unknown:
         print(f"keys of config.json that are not read: {', '.join(unknown)}")
     model = freeze(load_causal_lm(target, torch.float32))
     found = probe(kind, head, kind.taps(shape), model, write_texts(target), torch.device("cpu"))
     print(found.table())
     check_reading(found, str(folder))
-    print(f"the folder's reading explains the target's text: {found.stored.agreement:.1%} agree")
+    print(
+        f"as stored, its predictions agree with {found.stored.agreement:.1%} of the target's text"
+    )
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ class ParallelChain(ChainDrafter):
     """A causal LM that proposes a chain in one forward.
 
     tokens: longest draft, at most the number that the folder's model was trained for, which is the
-    default; a longer num_draft_tokens drafts as many. mask_token: id of the mask token; None: that
+    default; a larger num_draft_tokens is capped at it. mask_token: id of the mask token; None: that
     in config.json. Both are required with a `model` in memory. options: further options of
     `ChainDrafter`. Raises UserError as it does, and for values that do not fit the folder.
     """

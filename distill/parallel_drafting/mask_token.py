@@ -52,7 +52,7 @@ def choose_mask_token(
 
 
 def refuse_in_data(mask_token: int, samples: Sequence[Sample]) -> None:
-    """Raise UserError if the training data have the mask token."""
+    """Raise UserError if the training data contain the mask token."""
     for number, sample in enumerate(samples):
         if (sample.ids == mask_token).any():
             raise UserError(

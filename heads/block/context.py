@@ -22,7 +22,7 @@ class StoredContext:
         config, weight = head.config, head.fc.weight
         shape = (config.num_layers, 2, rows, config.num_kv_heads, capacity, config.head_dim)
         self._head = head
-        # zeros, as a hidden slot's weight of 0 times NaN would be NaN
+        # zeros, because 0 times NaN is NaN even for a hidden slot
         self._cache_L2BGTD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.lengths_B = [0] * rows
         self.tables: Rope = head.rope_tables(capacity + config.block_size)

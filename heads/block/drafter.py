@@ -221,11 +221,16 @@ class BlockDrafter:
                 more_BE = correction.features(features_BE, state, depth)
                 logits_BV = logits_BV + F.linear(more_BE, correction.weight)
                 features_BE = torch.cat((features_BE, more_BE), 1)
-            if self.head.confidence is not None:
+            if self._stops and self.head.confidence is not None:
                 confidences.append(self.head.confidence(features_BE))
             last_B = choose(logits_BV, depth)
             tokens.append(last_B)
         return torch.stack(tokens, 1), torch.stack(confidences, 1) if confidences else None
+
+    @property
+    def _stops(self) -> bool:
+        """Whether the confidence may end a draft."""
+        return self._stop_below > 0 or self._costs is not None
 
     def _convert(self, states: Tensor) -> Tensor:
         """Return the target's states in the head's dtype and on the head's device."""

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding import devices
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from heads.block.confidence import Confidence
 from heads.block.corrections import Correction, make_correction
@@ -60,7 +61,7 @@ class BlockAttention(nn.Module):
         keys, values = (
             torch.cat(pair, 2) for pair in zip(context, self.keys_values(y_BNH, rope), strict=True)
         )
-        # the queries that share a key head become more rows of it, so no key is copied
+        # the queries that share a key head become more rows of it, so no key is repeated
         shared = queries_BQND.shape[1] // keys.shape[1]
         queries = queries_BQND.unflatten(1, (-1, shared)).flatten(2, 3)
         found = F.scaled_dot_product_attention(
@@ -126,11 +127,11 @@ class BlockHead(nn.Module):
     @property
     def token_ids_V(self) -> Tensor | None:
         """Ids of the draft vocabulary, rising; None: the full vocabulary."""
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t)).to(self.d2t)
+        return None if self.d2t is None else self.d2t + _numbers(self.d2t)
 
     @token_ids_V.setter
     def token_ids_V(self, ids_V: Tensor) -> None:
-        self.d2t = ids_V - torch.arange(len(ids_V)).to(ids_V)
+        self.d2t = ids_V - _numbers(ids_V)
 
     @property
     def _layers(self) -> list[BlockLayer]:
@@ -147,7 +148,8 @@ class BlockHead(nn.Module):
         frequencies = inverse_frequencies(theta, self.config.head_dim, 0)
         weight = self.fc.weight
         cos, sin = rope_tables(frequencies, longest, weight.dtype)
-        return cos.to(weight.device), sin.to(weight.device)
+        cos, sin = (devices.copy_to_device(table, weight.device) for table in (cos, sin))
+        return cos, sin
 
     def context(self, taps_BTX: Tensor, rope: Rope) -> list[KeysValues]:
         """Return the keys and values of a text for each layer."""
@@ -193,6 +195,11 @@ class BlockHead(nn.Module):
             own_NN = own_NN & (slots_N <= slots_N[:, None])
         text_BNT = visible_BAT[:, :, None].expand(B, A, S, T).flatten(1, 2)
         return torch.cat((text_BNT, own_NN.expand(B, -1, -1)), 2)[:, None]
+
+
+def _numbers(like_V: Tensor) -> Tensor:
+    """Return 0, 1, 2, ... of a tensor's length, on its device."""
+    return torch.arange(len(like_V), device=like_V.device)
 
 
 def rope_at(tables: Rope, positions_BN: Tensor) -> Rope:

@@ -29,7 +29,7 @@ class ChainPlans:
         self._drafted_B = list(counts_B)
 
     def learn(self, accepted_B: Sequence[int]) -> None:
-        """End the round; accepted tokens of rows without a draft are another drafter's."""
+        """End the round; accepted tokens of rows without a draft belong to another drafter."""
         rows = zip(self._plans_B, self._drafted_B, accepted_B, strict=True)
         for plan, drafted, accepted in rows:
             plan.learn_round(drafted, accepted, self._costs.round_ms(drafted, drafted))

@@ -134,11 +134,12 @@ def predict(
     context = head.context(context_RTX, rope_at(tables, batch.positions_RT))
     embedded_MH = states.embed(tokens_M)
     mask_H = states.embed(torch.full((), head.config.mask_token_id, device=tokens_M.device))
+    slots_S = torch.arange(S, device=tips_M.device)
     found = []
     for drafts_Ra in drafts_RA.split(max(1, SLOTS_AT_ONCE // S), dim=1):
         tips_Ra = tips_M[drafts_Ra]
         visible_RaT = _visible(batch, tips_Ra)
-        slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + torch.arange(S).to(tips_Ra)
+        slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
         blocks_RaSH = head.inputs(embedded_MH[drafts_Ra], mask_H)
         rope = rope_at(tables, slots_RaS.flatten(1))
         found.append(head(blocks_RaSH, rope, context, visible_RaT))

@@ -16,7 +16,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
@@ -35,7 +34,7 @@ from decoding.models.native.fused import fuse_linears
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
 from heads.eagle.model import EagleHead
-from training.heads.drafter import check_target, load_to_draft
+from training.heads.drafter import accepted_states, check_target, load_to_draft
 
 
 class EagleDrafter(RankedTree):
@@ -70,7 +69,7 @@ class EagleDrafter(RankedTree):
         if shape not in ("tree", "chain"):
             raise UserError(f"drafter '{name}': shape is '{shape}', expected tree or chain.")
         self.cache, self.config = HeadCache(head, name), head.config
-        # All uses of the base classes' model are overridden, but for those that the cache has.
+        # The base classes' uses of `model` are overridden, except those that HeadCache supports.
         super().__init__(
             model=cast(Target, self.cache),
             name=name,
@@ -125,18 +124,7 @@ class EagleDrafter(RankedTree):
 
     def observe(self, observation: Observation) -> None:
         """Store the target's states at the tip and the accepted tokens of each row."""
-        outcome = observation.outcome
-        counts_B = [accepted + 1 for accepted in outcome.accepted_B]
-        width = max(counts_B)
-        hidden_BNC = observation.hidden_BNC
-        if outcome.paths_B is None:
-            self.cache.add_states(hidden_BNC[:, :width], counts_B)
-        else:
-            padded = [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
-            padded = [[*path, *[0] * (width - len(path))] for path in padded]
-            places_BW1 = devices.tensor(padded, hidden_BNC.device)[:, :, None]
-            places_BWC = places_BW1.expand(-1, -1, hidden_BNC.shape[2])
-            self.cache.add_states(hidden_BNC.gather(1, places_BWC), counts_B)
+        self.cache.add_states(*accepted_states(observation))
         super().observe(observation)
 
     def time_step(self, frontier: int = 1) -> None:

@@ -95,7 +95,7 @@ def read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in KINDS:
             raise UserError(
-                f"{where}: {key} is of the type '{kind}', which EAGLE-3 heads do not have here, "
+                f"{where}: {key} is of the type '{kind}', which EAGLE-3 heads do not support here, "
                 f"expected one of {', '.join(KINDS)}. Use another kind of head for this target."
             )
     return rope_parameters(values)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import devices
 from decoding.interfaces import Drafter
 from decoding.models.native.linear import rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
@@ -104,7 +105,7 @@ class EarlyExitKind(HeadKind):
     ) -> dict[str, tuple[bool, str]]:
         options, loss = config.head, config.loss
         deepest, most = shape.num_layers - 1, shape.vocab_size
-        alike = "as the predictions of a token are alike at all depths"
+        alike = "because a token's prediction is the same at every depth"
         return {
             "head.exit_layer": (
                 1 <= shape.exit_layer <= deepest,
@@ -190,7 +191,8 @@ def read_text(head: EarlyExitHead, states_RTC: Tensor, batch: PackedBatch) -> Te
     config, layer = head.config, head.layer()
     frequencies = inverse_frequencies(config.rope, config.head_dim, config.max_positions)
     tables = rope_tables(frequencies, states_RTC.shape[1], states_RTC.dtype)
-    cos, sin = (table_TD.to(batch.device)[batch.positions_RT][:, :, None] for table_TD in tables)
+    tables = (devices.copy_to_device(table_TD, batch.device) for table_TD in tables)
+    cos, sin = (table_TD[batch.positions_RT][:, :, None] for table_TD in tables)
     projected = layer.project(config, states_RTC, cos, sin)
     query, key, value = (heads.transpose(1, 2) for heads in projected)
     mixed, _ = packed_attention(head, query, key, value, None, **inside_documents(head, batch))

@@ -40,6 +40,7 @@ TOY = TrainingSizes(
 )
 TREE = 60  # nodes of EAGLE-3's tree, as published
 DRAFTS_PER_ROW = 256
+BLOCKS = ("DFlash", "DSpark")
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,6 @@ def cases(sizes: TrainingSizes, toy: bool, device: str) -> list[HeadCase]:
     for case in made:
         case.head.to(sizes.dtype)
     return made
-
-
-BLOCKS = ("DFlash", "DSpark")
 
 
 @torch.inference_mode(False)

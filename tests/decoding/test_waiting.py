@@ -74,9 +74,11 @@ def test_a_round_waits_once(
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
     """Return the number of waits that the law allows: one per round.
 
-    Ouroboros looks phrases up on the host, so each forward of its draft model waits too.
+    Ouroboros looks phrases up on the host, so each forward of its draft model waits too. A block's
+    tree is chosen on the host, and so is the length of a draft that a confidence ends.
     """
-    return rounds + (draft_steps if name.startswith("ouroboros") else 0)
+    more = ("ouroboros", "block_tree", "dspark_confident", "dspark_by_cost")
+    return rounds + (draft_steps if name.startswith(more) else 0)
 
 
 @lru_cache

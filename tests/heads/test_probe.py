@@ -112,7 +112,7 @@ def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
     model = law_6.target()
     head, taps = law_6.head_of(row, model), row.kind.taps(row.shape(model.config))
     found: Probe = probe(row.kind, head, taps, model, texts(model), CPU)
-    with pytest.raises(UserError, match="explained by no reading"):
+    with pytest.raises(UserError, match="no reading of its taps and slots explains"):
         check_reading(found, "HEAD")
 
 
@@ -134,7 +134,11 @@ HEAD = ROOT / "tests/fixtures/recurrent_drafting.train/finished/drafter"
 @pytest.mark.parametrize(
     ("head", "target", "words"),
     [
-        (HEAD, "tests/fixtures/target", "explained by no reading"),  # after a few steps
+        (
+            HEAD,
+            "tests/fixtures/target",
+            "no reading of its taps and slots explains",
+        ),  # after a few steps
         (HEAD, "assets/target", "hidden_size is 192 in the target and 12 in the head"),
         (ROOT / "assets/target", "assets/target", "holds no head of a known kind"),
         ("nowhere", "assets/target", "nowhere"),
@@ -152,7 +156,7 @@ def test_the_script_names_what_is_wrong(
         check_head.main()
     assert words in " ".join(str(stopped.value.code).split())
     if "reading" in words:
-        assert "6 tensors, all expected" in capsys.readouterr().out
+        assert "6 tensors, all expected, with the right shapes" in capsys.readouterr().out
 
 
 def test_the_script_accepts_a_trained_head(
@@ -173,4 +177,4 @@ def test_the_script_accepts_a_trained_head(
     check_head.main()
     printed = capsys.readouterr().out
     assert "keys of config.json that are not read: surprise" in printed
-    assert "the folder's reading explains the target's text" in printed
+    assert "as stored, its predictions agree with" in printed

@@ -28,7 +28,7 @@ from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import CHUNK, Outputs
 
-DEPTHS = 2  # drafted tokens that are compared; every head has as many
+DEPTHS = 2  # drafted tokens that are compared; heads.train trains at least as many
 SHIFTS = (-1, 0, 1)  # of the taps, in layers, and of the predicted token, in places
 LEAST = 30  # predictions that are compared
 LEAST_GAIN = (
@@ -135,7 +135,7 @@ def check_reading(found: Probe, name: str) -> None:
     )
     if best.agreement <= chance:
         raise UserError(
-            f"{name} is explained by no reading of its taps and slots: its predictions agree with "
+            f"no reading of its taps and slots explains {name}: its predictions agree with "
             f"{best.agreement:.1%} of {predictions} tokens of the target's text, and the text's "
             f"commonest token alone with {found.commonest:.1%}. It is untrained, or of another "
             f"target."
