@@ -117,7 +117,7 @@ class EagleKind(EaglePredictions, HeadKind):
             title="An EAGLE-3 head (arXiv 2503.01840)",
             form=self.describe(shape),
             reads="hidden states and embedding",
-            layout="the layout of vLLM and SGLang (LlamaForCausalLMEagle3)",
+            layout="the published layout (LlamaForCausalLMEagle3), not yet run in a server",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
                 f"vllm serve {target} {option}",

@@ -93,9 +93,9 @@ class Flag(NamedTuple):
 # fmt: off
 FLAGS = (
     Flag("hf_tokenizer", "text", "the target's", "lmsys/vicuna-7b-v1.3", "tokenizer={}",
-         "folder of the tokenizer; a local one, not a name on the Hub"),
+         "folder of the tokenizer, or a name on the Hub"),
     Flag("hf_llm", "text", "the embedded target", "lmsys/vicuna-7b-v1.3", "target.path={}",
-         "local folder of the target; its own chat template replaces Vicuna's if it has one"),
+         "folder of the target or its name on the Hub; its own chat template replaces Vicuna's"),
     Flag("hf_drafter", "text", "prompt_lookup", "(required)", "++drafter={use: {}}",
          "folder of a recurrent head or a language model, or a name in conf/drafter"),
     Flag("eval_mt_bench", "true, false or a file", "false", "false", _mt_bench,

@@ -25,7 +25,6 @@ from heads.block.drafter import BlockDrafter
 from heads.block.kind import DFLASH, DSPARK, spread_taps
 from heads.block.model import BlockHead, rope_at
 from heads.block.plans import ChainPlans
-from heads.train import schema_of
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_heads_train import configured
@@ -350,14 +349,11 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     name: str, tiny_target: Path, tmp_path: Path
 ):
     """Check that a trained head drafts, and that greedy output stays the target's."""
-    schema = schema_of(name)
     given = [f"head={name}", f"target.path={tiny_target}", "head.rank=8", "head.num_layers=1"]
     given += ["head.gru_size=8", "head.confidence=true"]
     if name == "dspark":
         given += ["loss=forward_kl", "loss.own_tokens=0.5", "on_policy.share=0.5"]
-    folder = heads.train.run(
-        configured("heads.train", schema, *given, f"output_dir={tmp_path / 'run'}")
-    )
+    folder = heads.train.run(configured("heads.train", *given, f"output_dir={tmp_path / 'run'}"))
     card = json.loads((folder / "drafter_card.json").read_text())
     figure = "tree_block_efficiency" if name == "jetspec" else "chain_block_efficiency"
     assert card["acceptance"][figure] >= 1
@@ -383,7 +379,6 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     ids=str,
 )
 def test_invalid_settings_are_refused(given: list[str], words: str, tiny_target: Path):
-    schema = schema_of("dflash")
-    config = configured("heads.train", schema, "head=dflash", f"target.path={tiny_target}", *given)
+    config = configured("heads.train", "head=dflash", f"target.path={tiny_target}", *given)
     with pytest.raises(UserError, match=words):
         heads.train.run(config)

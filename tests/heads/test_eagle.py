@@ -31,7 +31,6 @@ from heads.eagle.drafter import EagleDrafter
 from heads.eagle.drafts import Drafts
 from heads.eagle.kind import KIND
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
-from heads.train import schema_of
 from tests.decoding.rows import random_eagle
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
@@ -363,7 +362,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
     """Check that a head trained from chats drafts, and that greedy output stays the target's."""
     given = ["head=eagle3", f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
     given += ["loss=forward_kl", "head.draft_vocab_size=300", "loss.own_tokens=0.5"]
-    folder = heads.train.run(configured("heads.train", schema_of("eagle3"), *given))
+    folder = heads.train.run(configured("heads.train", *given))
     card = json.loads((folder / "drafter_card.json").read_text())
     assert card["acceptance"]["tree_block_efficiency"] >= 1
     plain = generate(load(tiny_target, dtype="float64"), "def add(a, b):", max_new_tokens=12)
@@ -387,4 +386,4 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
 def test_invalid_settings_are_refused(setting: str, words: str):
     given = ["head=eagle3", "target=embedded", setting]
     with pytest.raises(UserError, match=words):
-        heads.train.run(configured("heads.train", schema_of("eagle3"), *given))
+        heads.train.run(configured("heads.train", *given))

@@ -23,7 +23,6 @@ from heads.early_exit.config import EarlyExitOptions
 from heads.early_exit.drafter import EarlyExitDrafter
 from heads.early_exit.kind import KIND
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
-from heads.train import schema_of
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_heads_train import configured
@@ -275,7 +274,7 @@ SETTINGS = ["head=early_exit", "loss=forward_kl", "head.exit_layer=2", "head.dra
 def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_path: Path) -> None:
     """Check that a trained head drafts, with EESD's stopping rule, and keeps greedy text."""
     given = [*SETTINGS, f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
-    folder = heads.train.run(configured("heads.train", schema_of("early_exit"), *given))
+    folder = heads.train.run(configured("heads.train", *given))
     card = json.loads((folder / "drafter_card.json").read_text())
     acceptance = card["acceptance"]
     assert acceptance["chain_block_efficiency"] == pytest.approx(acceptance["block_efficiency"])
@@ -287,7 +286,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
         drafted = generate(engine, "def add(a, b):", max_new_tokens=12, stopping=stopping)
         assert drafted.tokens == plain.tokens and drafted.stats.tested > 0
     again = [*given[:-1], f"output_dir={tmp_path / 'again'}", f"head.path={folder}"]
-    more = heads.train.run(configured("heads.train", schema_of("early_exit"), *again))
+    more = heads.train.run(configured("heads.train", *again))
     assert load_head(more).config == load_head(folder).config
 
 
@@ -300,7 +299,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
         ("head.draft_vocab_size=2049", "expected a size from 1 to 2048"),
         (
             "loss.decay=0.8",
-            "loss.decay is 0.8, expected 1, as the predictions of a token",
+            "loss.decay is 0.8, expected 1, because a token's prediction",
         ),
         ("loss.depth_weights=d_pace", "loss.depth_weights is d_pace, expected decay"),
         ("loss.own_tokens=0.5", "no draft reads its own tokens"),
@@ -310,8 +309,6 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
     ],
 )
 def test_invalid_settings_are_refused(change: str, words: str, tiny_target: Path) -> None:
-    config = configured(
-        "heads.train", schema_of("early_exit"), *SETTINGS, f"target.path={tiny_target}", change
-    )
+    config = configured("heads.train", *SETTINGS, f"target.path={tiny_target}", change)
     with pytest.raises(UserError, match=words):
         heads.train.run(config)

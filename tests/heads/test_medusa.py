@@ -20,7 +20,6 @@ from heads.medusa.checkpoint import LAYOUT, load_heads, original_name
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import choose_tree, default_tree, grow_tree
-from heads.train import schema_of
 from tests.heads.test_heads_train import configured
 from training.heads import checkpoint
 
@@ -232,9 +231,8 @@ def test_heads_are_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
 
     Changed accuracies in the folder's config.json change the tree.
     """
-    schema = schema_of("medusa")
     given = ["head=medusa", f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
-    folder = heads.train.run(configured("heads.train", schema, *given))
+    folder = heads.train.run(configured("heads.train", *given))
     config = json.loads((folder / "config.json").read_text())
     assert len(config["medusa_accuracy"]) == config["num_heads"] == 4
     assert all(0 <= sum(row) <= 1 for row in config["medusa_accuracy"])
@@ -252,9 +250,6 @@ def test_heads_are_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
 
 def test_own_tokens_are_refused():
     """Check that loss.own_tokens is refused, because no Medusa head reads its own tokens."""
-    schema = schema_of("medusa")
-    config = configured(
-        "heads.train", schema, "head=medusa", "target=embedded", "loss.own_tokens=0.5"
-    )
+    config = configured("heads.train", "head=medusa", "target=embedded", "loss.own_tokens=0.5")
     with pytest.raises(UserError, match="no draft reads its own tokens"):
         heads.train.run(config)

@@ -58,8 +58,8 @@ def dry_run(
         )
     if shape.draft_vocab_size:
         print(
-            "note: the shortlist is counted from the data, which a dry run does not read: the "
-            "untrained head has none"
+            "note: the draft vocabulary is counted from the data, which a dry run does not read: "
+            "the untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)
         counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32)
