@@ -43,7 +43,13 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from tests.support.block_heads import LAW_3_SIZES, block_of, corrected_block, random_block
+from tests.support.block_heads import (
+    LAW_3_SIZES,
+    after_each,
+    block_of,
+    corrected_block,
+    random_block,
+)
 from tests.support.oracle_drafters import Foresight, Oracle, OracleTree, WrongLookahead
 from tests.support.tiny_targets import TableTarget, five_words
 
@@ -180,14 +186,11 @@ def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
     if kit.texts:
         return MedusaDrafter(heads=fitted_medusa(kit), **options)  # type: ignore[arg-type]
     target, V = kit.target, kit.target.vocab_size
-    ids_V1 = torch.arange(V, device=target.device)[:, None]
-    target.open(V, 2)
-    logits_V1V, states_V1C = target.forward(ids_V1)
+    logits_VV, states_VC = after_each(target, torch.arange(V, device=target.device))
     heads = MedusaHeads(MedusaConfig(V, target.hidden_size, num_heads=6)).double()
-    next_V, inverse_CV = logits_V1V[:, 0].argmax(-1), torch.linalg.pinv(states_V1C[:, 0].cpu())
+    next_V, inverse_CV = logits_VV.argmax(-1), torch.linalg.pinv(states_VC.cpu())
     for head in range(6):
-        kit.draft_model.open(V, 2)
-        next_VV = kit.draft_model.forward(next_V[:, None])[0][:, 0]
+        next_VV, _ = after_each(kit.draft_model, next_V)
         heads.projections[head].weight.data.copy_((inverse_CV @ next_VV.cpu()).T)
         next_V = next_VV.argmax(-1)
     heads = heads.requires_grad_(False).eval().to(target.device)

@@ -165,6 +165,8 @@ def test_laws_1_and_2_under_overlapped_schedules(schedule: str, change: str, rul
 def test_law_1_rejects_changes_that_leave_the_drafted_tokens_out(
     row: DrafterRow, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if row.name == "dspark_by_cost":
+        pytest.skip("its random confidence ends the drafts before a token could differ")
     original, plain = Processors.__call__, plain_of(change, "greedy")
     monkeypatch.setattr(
         Processors,

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.long
 # of 128 tokens, so that one divergence at a near tie is fewer than 1 in 10,000 tokens
 PROMPTS = 80
 DRAFTING = [row for row in ROWS if not row.name.startswith("oracle")]
+# rows whose heads know bigram targets alone, and are random on others
+RANDOM = ("dflash", "dspark_by_cost", "block_tree")
 SETTINGS = Settings(max_new_tokens=128, stopping="fixed", costs=COSTS)
 SAMPLED = replace(SETTINGS, temperature=1.0, verify="coupled")
 
@@ -73,6 +75,8 @@ def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
 def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False) -> None:
     """Check the law with a draft model of the target's first `layers`, and that rounds are saved.
 
+    Rows with random heads save none.
+
     sampled: checks law 2 instead of law 1.
     """
     target, prompts, settings, plain = spoken(folder, sampled)
@@ -85,6 +89,8 @@ def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False)
         [[*prompt, *said.tokens] for prompt, said in zip(prompts, plain, strict=True)],
     )
     _, drafted = check_law(target, row.make(kit), prompts, settings, plain)
+    if row.name in RANDOM:
+        return
     assert sum(g.rounds for g in drafted) < 0.97 * sum(g.rounds for g in plain)
 
 

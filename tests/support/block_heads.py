@@ -43,6 +43,16 @@ def sizes_of(target: Target) -> dict[str, int]:
 
 
 @torch.inference_mode()
+def after_each(model: Target, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a model's logits (N, V) and states (N, C) after texts of one token each."""
+    found = []
+    for ids_B in ids_N.split(64):  # all rows at once would leave the model a large cache
+        model.open(len(ids_B), 2)
+        found.append([each[:, 0] for each in model.forward(ids_B[:, None])])
+    logits, states = zip(*found, strict=True)
+    return torch.cat(logits), torch.cat(states)
+
+
 def corrected_block(target: Target, draft_model: Target, confidence: bool = False) -> BlockHead:
     """Return a block drafter whose correction holds the draft model's logits after each token.
 
@@ -58,12 +68,11 @@ def corrected_block(target: Target, draft_model: Target, confidence: bool = Fals
         num_layers=1,
         confidence=confidence,
     )
-    draft_model.open(V, 2)
-    logits_V1V, _ = draft_model.forward(torch.arange(V, device=draft_model.device)[:, None])
+    logits_VV, _ = after_each(draft_model, torch.arange(V, device=draft_model.device))
     assert head.correction is not None
     weights = dict(head.correction.named_parameters())
     weights["markov_w1.weight"].copy_(torch.eye(V))
-    weights["markov_w2.weight"].copy_(logits_V1V[:, 0].T)
+    weights["markov_w2.weight"].copy_(logits_VV.T)
     if target.name == "last word":
         head.norm.weight.zero_()
         if head.confidence is not None:
@@ -177,5 +186,4 @@ def target_taps(target: Target, texts_BT: Tensor) -> Tensor:
 
 def _next(model: Target) -> Tensor:
     """Return the token after each token (V,), if it is the only one of its text."""
-    model.open(model.vocab_size, 2)
-    return model.forward(torch.arange(model.vocab_size)[:, None])[0][:, 0].argmax(-1)
+    return after_each(model, torch.arange(model.vocab_size))[0].argmax(-1)

@@ -367,17 +367,26 @@ class NativeTarget(CachedTarget):
     def reserve_layer(self) -> None:
         """Give the cache one layer more than the model has, for a view that adds a layer.
 
-        Its keys and values are moved, stored and dropped with the others. An open cache is copied.
+        Its keys and values are moved, stored and dropped with the others. The committed part of an
+        open cache is copied.
         """
         if self._spare_layers:
             return
         self._spare_layers = 1
         if self._cache_L2BHTD is not None:
+            cache, rows = self._cache_L2BHTD, len(self.lengths_B)
+            shape, used = (len(cache) + 1, *cache.shape[1:]), max(self.lengths_B, default=0)
             with torch.inference_mode(False):
-                spare = torch.zeros_like(self._cache_L2BHTD[:1])
-                self._cache_L2BHTD = torch.cat((self._cache_L2BHTD, spare))
+                kept = cache[:, :, :rows, :, :used].clone()
+            del cache
+            self._cache_L2BHTD = kept
             self._bind()
-            self._view_rows(len(self.lengths_B))
+            self._view_rows(rows)  # now nothing holds the old cache, which may be large
+            with torch.inference_mode(False):
+                self._cache_L2BHTD = torch.zeros(shape, dtype=kept.dtype, device=self.device)
+                self._cache_L2BHTD[:-1, :, :rows, :, :used] = kept
+            self._bind()
+            self._view_rows(rows)
 
     def follow(self, target: "NativeTarget") -> None:
         """Copy the lengths and rows of the viewed target, and share its cache.
