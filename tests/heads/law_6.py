@@ -108,6 +108,28 @@ def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
     return found
 
 
+class Wrapped:
+    """A kind of head with the predictions of another."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
+        self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
+
+    def features(
+        self,
+        head: Any,
+        states: TargetStates,
+        batch: PackedBatch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        features_NE: Tensor = self.kind.features(head, states, batch, where, states_PC)
+        return features_NE
+
+    def draft(self, *given: Any) -> Tensor:
+        return self.kind.draft(*given)
+
+
 @dataclass(frozen=True)
 class Predicted:
     """The predictions of a batch in training."""

@@ -75,29 +75,7 @@ def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
         law_6.check_training_equals_drafting(row, states)
 
 
-class Wrapped:
-    """A kind of head with the predictions of another."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
-        self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
-
-    def features(
-        self,
-        head: Any,
-        states: TargetStates,
-        batch: PackedBatch,
-        where: Positions,
-        states_PC: Tensor,
-    ) -> Tensor:
-        features_NE: Tensor = self.kind.features(head, states, batch, where, states_PC)
-        return features_NE
-
-    def draft(self, *given: Any) -> Tensor:
-        return self.kind.draft(*given)
-
-
-class Leaking(Wrapped):
+class Leaking(law_6.Wrapped):
     """A kind of head whose predictions read the token that they predict."""
 
     def features(
@@ -112,7 +90,7 @@ class Leaking(Wrapped):
         return features_NE + states.embed(where.labels_N).mean(dim=-1, keepdim=True)
 
 
-class LeakingStates(Wrapped):
+class LeakingStates(law_6.Wrapped):
     """A kind of head whose predictions read each state one position too late."""
 
     def features(
@@ -140,7 +118,7 @@ def test_a_leak_of_the_next_state_is_rejected(row: HeadRow) -> None:
 
 @pytest.mark.parametrize("row", [row for row in HEAD_ROWS if row.kind.computes_states])
 def test_states_of_drafted_tokens_are_rejected_unless_computed(row: HeadRow) -> None:
-    kind = Wrapped(row.kind)
+    kind = law_6.Wrapped(row.kind)
     law_6.check_nothing_unseen_is_read(row, kind)
     kind.computes_states = False
     with pytest.raises(AssertionError, match=UNEQUAL):

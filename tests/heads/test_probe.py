@@ -67,12 +67,8 @@ def test_layers_one_off_are_named_and_the_right_ones_accepted(row: HeadRow) -> N
         check_reading(probe(row.kind, head, wrong, model, samples, CPU), "HEAD")
 
 
-class Later:
+class Later(law_6.Wrapped):
     """A kind of head whose predictions are those of the next place, as with another layout."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
-        self.reads_context = kind.reads_context
 
     def features(
         self,
@@ -83,7 +79,7 @@ class Later:
         states_PC: Tensor,
     ) -> Tensor:
         """Return the features of the draft that begins one place later."""
-        features_NE = self.kind.features(head, states, batch, where, states_PC)
+        features_NE = super().features(head, states, batch, where, states_PC)
         places = {
             place: number
             for number, place in enumerate(
@@ -94,9 +90,6 @@ class Later:
             places.get((draft + 1, depth), number) for (draft, depth), number in places.items()
         ]
         return features_NE[torch.tensor(later)]
-
-    def draft(self, *given: Any) -> Tensor:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("row", ALL)
