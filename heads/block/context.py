@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from heads.block.model import BlockHead, KeysValues, Rope, rope_at
+from heads.block.model import BlockHead, KeysValues
+from heads.layers import Rope, rope_at
 
 
 class StoredContext:

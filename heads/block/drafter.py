@@ -36,9 +36,10 @@ from decoding.models.native.fused import fuse_linears
 from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
-from heads.block.model import BlockHead, rope_at
+from heads.block.model import BlockHead
 from heads.block.plans import ChainPlans
 from heads.block.tree import TreePlanner
+from heads.layers import rope_at
 from training.heads.drafter import accepted_states, check_target, load_to_draft
 
 # maps the logits of the drafted tokens and a depth to the ids (B,) of the tokens

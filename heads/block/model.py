@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding import devices
-from decoding.models.native.rope import inverse_frequencies, rope_tables
+from decoding.models.native.rope import rotate
 from heads.block.confidence import Confidence
 from heads.block.corrections import Correction, make_correction
 from heads.block.shape import CAUSAL, BlockConfig
+from heads.layers import FeedForward, Rope, rope_tables
 
-Rope = tuple[Tensor, Tensor]  # cosine and sine, by position (..., D)
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (B, G, T, D) each
 
 
@@ -49,7 +48,7 @@ class BlockAttention(nn.Module):
         """Return the keys, rotated by position, and the values."""
         keys_BNGD = self.k_norm(self.k_proj(x_BNH).unflatten(-1, (-1, self.head_dim)))
         values_BNGD = self.v_proj(x_BNH).unflatten(-1, (-1, self.head_dim))
-        return _rotate(keys_BNGD, rope).transpose(1, 2), values_BNGD.transpose(1, 2)
+        return rotate(keys_BNGD, *rope).transpose(1, 2), values_BNGD.transpose(1, 2)
 
     def forward(self, y_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
         """Return the attention's output (B, N, H).
@@ -57,7 +56,7 @@ class BlockAttention(nn.Module):
         mask: bool, (B, 1, N, T + N): the context's tokens and the slots that a slot sees.
         """
         queries_BNQD = self.q_norm(self.q_proj(y_BNH).unflatten(-1, (-1, self.head_dim)))
-        queries_BQND = _rotate(queries_BNQD, rope).transpose(1, 2)
+        queries_BQND = rotate(queries_BNQD, *rope).transpose(1, 2)
         keys, values = (
             torch.cat(pair, 2) for pair in zip(context, self.keys_values(y_BNH, rope), strict=True)
         )
@@ -73,22 +72,6 @@ class BlockAttention(nn.Module):
         return output
 
 
-class BlockMLP(nn.Module):
-    """The gated feed-forward layer."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        H, E = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(H, E, bias=False)
-        self.up_proj = nn.Linear(H, E, bias=False)
-        self.down_proj = nn.Linear(E, H, bias=False)
-
-    def forward(self, x_BNH: Tensor) -> Tensor:
-        found = self.down_proj(F.silu(self.gate_proj(x_BNH)) * self.up_proj(x_BNH))
-        assert isinstance(found, Tensor)
-        return found
-
-
 class BlockLayer(nn.Module):
     """A decoder layer over blocks. The context's keys and values come from c without a norm."""
 
@@ -97,7 +80,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = BlockMLP(config)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
         x_BNH = x_BNH + self.self_attn(self.input_layernorm(x_BNH), context, mask, rope)
@@ -142,14 +125,10 @@ class BlockHead(nn.Module):
         """Number of parameters, without the target's embedding and output layer."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def rope_tables(self, longest: int) -> Rope:
-        """Return the tables (longest, D) of cosine and sine, in the head's dtype and device."""
-        theta = {"rope_theta": self.config.rope_theta, "rope_type": "default"}
-        frequencies = inverse_frequencies(theta, self.config.head_dim, 0)
-        weight = self.fc.weight
-        cos, sin = rope_tables(frequencies, longest, weight.dtype)
-        cos, sin = (devices.copy_to_device(table, weight.device) for table in (cos, sin))
-        return cos, sin
+    def rope_tables(self, length: int) -> Rope:
+        """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
+        fields = {"rope_theta": self.config.rope_theta, "rope_type": "default"}
+        return rope_tables(fields, self.config.head_dim, 0, length, self.fc.weight)
 
     def context(self, taps_BTX: Tensor, rope: Rope) -> list[KeysValues]:
         """Return the keys and values of a text for each layer."""
@@ -200,14 +179,3 @@ class BlockHead(nn.Module):
 def _numbers(like_V: Tensor) -> Tensor:
     """Return 0, 1, 2, ... of a tensor's length, on its device."""
     return torch.arange(len(like_V), device=like_V.device)
-
-
-def rope_at(tables: Rope, positions_BN: Tensor) -> Rope:
-    """Return cosine and sine (B, N, 1, D) at these positions."""
-    cos_TD, sin_TD = tables
-    return cos_TD[positions_BN][:, :, None], sin_TD[positions_BN][:, :, None]
-
-
-def _rotate(heads_BNQD: Tensor, rope: Rope) -> Tensor:
-    cos_BN1D, sin_BN1D = rope
-    return heads_BNQD * cos_BN1D + heads_BNQD.roll(heads_BNQD.shape[-1] // 2, -1) * sin_BN1D

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from decoding import devices
 from heads.block.corrections import features_of_text
-from heads.block.model import BlockHead, rope_at
+from heads.block.model import BlockHead
+from heads.layers import rope_at
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions

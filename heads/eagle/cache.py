@@ -19,7 +19,8 @@ from decoding.interfaces import Tokens
 from decoding.models.cache import visible_slots
 from decoding.models.draft_vocabulary import spread
 from decoding.models.native.attention import attention
-from heads.eagle.model import EagleHead, Rope
+from heads.eagle.model import EagleHead
+from heads.layers import Rope, rope_at
 
 
 class HeadCache:
@@ -49,7 +50,7 @@ class HeadCache:
         shape = (rows, capacity + 1, config.num_kv_heads, config.head_dim)
         self._keys_BTKD, self._values_BTKD = empty.new_zeros(shape), empty.new_zeros(shape)
         self._states_BTH = empty.new_zeros(rows, capacity + 1, config.hidden_size)
-        self._rope = self.head.rope_tables(capacity + 1, self._states_BTH)
+        self._rope = self.head.rope_tables(capacity + 1)
         self.lengths_B, self._known_B = [0] * rows, [0] * rows
         self._begin(self._states_BTH[:, :1])
 
@@ -168,7 +169,7 @@ class HeadCache:
 
         Returns the inputs (B, W, 2 H) of their projections, and their rotations.
         """
-        layer, rope = self.head.midlayer, (self._rope[0][positions_BW], self._rope[1][positions_BW])
+        layer, rope = self.head.midlayer, rope_at(self._rope, positions_BW)
         embedded_BWH = self.embed(tokens_BW).to(self.device, self.dtype)
         inputs = layer.inputs(embedded_BWH, hidden_BWH)
         keys_BWKD, values_BWKD = layer.self_attn.keys_values(inputs, rope)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heads.eagle.model import EagleHead
+from heads.layers import rope_at
 from training.data.packing import PackedBatch
 
 
@@ -40,7 +41,7 @@ class Drafts:
         before_RTH = F.pad(head.fuse(states_RTC), (0, 0, 1, 0))[:, :-1]
         before_RTH = before_RTH * (positions_RT > 0)[:, :, None]
         self.hidden_MH = before_RTH.flatten(0, 1)[tips_M]
-        self._rope = head.rope_tables(T + depth, before_RTH)
+        self._rope = head.rope_tables(T + depth)
         self._columns_M = tips_M.remainder(T)
         layer, rope = head.midlayer, (self._rope[0][:T], self._rope[1][:T])
         inputs = layer.inputs(embedded_RTH, before_RTH)
@@ -57,7 +58,7 @@ class Drafts:
     def advance(self, embedded_MH: Tensor) -> Tensor:
         """Add an element with this token to each draft; return the lm_head's inputs [M, H]."""
         layer, places_M = self.head.midlayer, self._columns_M + len(self._own)
-        rope = self._rope[0][places_M], self._rope[1][places_M]
+        rope = rope_at(self._rope, places_M)
         inputs = layer.inputs(embedded_MH, self.hidden_MH)
         keys_MKD, values_MKD = layer.self_attn.keys_values(inputs, rope)
         self._own.append((self._per_query(keys_MKD), self._per_query(values_MKD)))

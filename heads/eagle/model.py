@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding import devices
 from decoding.errors import UserError
-from decoding.models.native.rope import KINDS, inverse_frequencies, rope_parameters, rope_tables
+from decoding.models.native.rope import KINDS, rope_parameters, rotate
+from heads.layers import FeedForward, Rope, rope_tables
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of some positions, (..., 1, D)
 NUM_TAPS = 3
 
 
@@ -101,12 +99,6 @@ def read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
     return rope_parameters(values)
 
 
-def rotate(x_XD: Tensor, rope: Rope) -> Tensor:
-    """Rotate queries or keys (..., heads, D) to their positions."""
-    cos, sin = rope
-    return x_XD * cos + x_XD.roll(x_XD.shape[-1] // 2, -1) * sin
-
-
 class Attention(nn.Module):
     """The projections of the layer's attention, which reads states twice as wide as it writes."""
 
@@ -121,7 +113,7 @@ class Attention(nn.Module):
 
     def queries(self, inputs_X2H: Tensor, rope: Rope) -> Tensor:
         """Return rotated queries (..., Q, D)."""
-        return rotate(self.q_proj(inputs_X2H).unflatten(-1, (-1, self.head_dim)), rope)
+        return rotate(self.q_proj(inputs_X2H).unflatten(-1, (-1, self.head_dim)), *rope)
 
     def keys_values(self, inputs_X2H: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values (..., K, D)."""
@@ -129,22 +121,7 @@ class Attention(nn.Module):
             project(inputs_X2H).unflatten(-1, (-1, self.head_dim))
             for project in (self.k_proj, self.v_proj)
         )
-        return rotate(keys, rope), values
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def forward(self, x_XH: Tensor) -> Tensor:
-        found = self.down_proj(F.silu(self.gate_proj(x_XH)) * self.up_proj(x_XH))
-        assert isinstance(found, Tensor)
-        return found
+        return rotate(keys, *rope), values
 
 
 class EagleLayer(nn.Module):
@@ -208,17 +185,11 @@ class EagleHead(nn.Module):
         self.d2t = ids_V - torch.arange(len(ids_V), device=ids_V.device)
         self.t2d = is_drafted(ids_V, len(self.t2d))
 
-    def rope_tables(self, positions: int, like: Tensor) -> Rope:
-        """Return cos and sin (T, 1, D) of the positions from 0.
-
-        like: a tensor whose dtype and device they have.
-        """
+    def rope_tables(self, length: int) -> Rope:
+        """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
         config = self.config
-        frequencies = inverse_frequencies(dict(config.rope), config.head_dim, config.max_positions)
-        cos_TD, sin_TD = rope_tables(frequencies, positions, like.dtype)
-        return (
-            devices.copy_to_device(cos_TD[:, None], like.device),
-            devices.copy_to_device(sin_TD[:, None], like.device),
+        return rope_tables(
+            config.rope, config.head_dim, config.max_positions, length, self.fc.weight
         )
 
     def fuse(self, taps_XC: Tensor) -> Tensor:

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding import devices
 from decoding.interfaces import Drafter
 from decoding.models.native.linear import rms_norm
-from decoding.models.native.rope import inverse_frequencies, rope_tables
 from heads.early_exit.checkpoint import LAYOUT, MODEL_TYPE, load_head, read_head_config
 from heads.early_exit.config import EarlyExitOptions, EarlyExitTrainConfig
 from heads.early_exit.drafter import EarlyExitDrafter
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
+from heads.layers import rope_at, rope_tables
 from jobs.paths import name_anywhere
 from jobs.ranks import SHARDED_WEIGHTS
 from training.data.packing import PackedBatch
@@ -189,11 +188,10 @@ def read_text(head: EarlyExitHead, states_RTC: Tensor, batch: PackedBatch) -> Te
     A token attends to itself and to the earlier tokens of its document.
     """
     config, layer = head.config, head.layer()
-    frequencies = inverse_frequencies(config.rope, config.head_dim, config.max_positions)
-    tables = rope_tables(frequencies, states_RTC.shape[1], states_RTC.dtype)
-    cos_TD, sin_TD = (devices.copy_to_device(table, batch.device) for table in tables)
-    cos, sin = (table[batch.positions_RT][:, :, None] for table in (cos_TD, sin_TD))
-    projected = layer.project(config, states_RTC, cos, sin)
+    tables = rope_tables(
+        config.rope, config.head_dim, config.max_positions, states_RTC.shape[1], states_RTC
+    )
+    projected = layer.project(config, states_RTC, *rope_at(tables, batch.positions_RT))
     query, key, value = (heads.transpose(1, 2) for heads in projected)
     mixed, _ = packed_attention(head, query, key, value, None, **inside_documents(head, batch))
     x_RTC = states_RTC + layer.out(mixed.flatten(2))

@@ -23,8 +23,9 @@ from heads.block import predictions
 from heads.block.confidence import count_kept
 from heads.block.drafter import BlockDrafter
 from heads.block.kind import DFLASH, DSPARK, spread_taps
-from heads.block.model import BlockHead, rope_at
+from heads.block.model import BlockHead
 from heads.block.plans import ChainPlans
+from heads.layers import rope_at
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_heads_train import configured

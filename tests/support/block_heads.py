@@ -10,8 +10,9 @@ from torch import Tensor
 
 from decoding.interfaces import Target
 from heads.block.context import StoredContext
-from heads.block.model import BlockHead, rope_at
+from heads.block.model import BlockHead
 from heads.block.shape import BlockConfig
+from heads.layers import rope_at
 
 LAW_3_SIZES = {"vocab_size": 5, "hidden_size": 16, "target_layers": 2}  # of law_3.five_words
 SHARP = 5000.0  # product of the norms of queries and keys

@@ -1,7 +1,7 @@
 """Rotary position tables, plain and with Llama 3.1's frequency scaling.
 
 Source: RoFormer (arXiv 2104.09864), the rotate-half form of Hugging Face Llama; Llama 3.1 scaling
-as in `transformers.modeling_rope_utils`. Shapes: T positions, D head size.
+as in `transformers.modeling_rope_utils`. Shapes: X any dimensions, T positions, D head size.
 """
 
 import math
@@ -71,10 +71,18 @@ def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions
 def rope_tables(
     frequencies: Tensor, num_positions: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (cos_TD, sin_TD), where x * cos + roll(x, D / 2) * sin rotates x.
+    """Return (cos_TD, sin_TD), with which `rotate` turns heads to their positions.
 
     The sign of rotate-half is part of sin.
     """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x_XD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return queries or keys (..., D) turned to their positions.
+
+    cos, sin: rows of `rope_tables`, which broadcast over the heads.
+    """
+    return (x_XD * cos).addcmul_(x_XD.roll(x_XD.shape[-1] // 2, -1), sin)

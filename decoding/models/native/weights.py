@@ -18,7 +18,7 @@ from decoding.models.draft_vocabulary import D2T, ids_of, spread
 from decoding.models.folder import refuse_unsupported_attention
 from decoding.models.native.attention import attention
 from decoding.models.native.linear import Linear, make_linear, rms_norm
-from decoding.models.native.rope import rope_parameters
+from decoding.models.native.rope import rope_parameters, rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _UNITS = 64  # unit vectors at once, which bounds the memory of reading a packed head
@@ -109,7 +109,7 @@ class Layer:
         qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
         if self.query_key_norm_QHD is not None:
             qk = F.rms_norm(qk, (D,), None, config.norm_eps) * self.query_key_norm_QHD
-        qk = (qk * cos).addcmul_(qk.roll(D // 2, -1), sin)
+        qk = rotate(qk, cos, sin)
         return qk[:, :, :Q], qk[:, :, Q:], v_BNHD
 
     def attend(
