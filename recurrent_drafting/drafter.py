@@ -29,7 +29,6 @@ from decoding.interfaces import (
     Stopping,
     Target,
 )
-from decoding.models.hub import name_of
 from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS, RECORDED
 from decoding.sampling.token_chooser import TokenChooser
@@ -41,7 +40,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
 from recurrent_drafting.plans import Plan, best_width, list_widths, make_plan, width_rate
 from recurrent_drafting.recorded import RecordedBeams
-from training.heads.drafter import HeadDrafter, load_to_draft
+from training.heads.drafter import HeadDrafter, choose_name, load_to_draft
 
 
 class RecurrentDrafter(HeadDrafter):
@@ -76,8 +75,7 @@ class RecurrentDrafter(HeadDrafter):
         argument.
         """
         head = load_to_draft(folder, head, load_head, dtype, device)
-        name = name or ("recurrent" if folder is None else name_of(folder))
-        super().__init__(name, head.config, head.output)
+        super().__init__(choose_name(name, folder, "recurrent"), head.config, head.output)
         self.head = for_drafting(head, fused=execution == "fused")
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:

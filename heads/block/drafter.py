@@ -30,9 +30,7 @@ from decoding.interfaces import (
     Target,
 )
 from decoding.models.draft_vocabulary import spread
-from decoding.models.hub import name_of
 from decoding.models.load import DTYPES
-from decoding.models.native.fused import fuse_linears
 from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
@@ -40,7 +38,13 @@ from heads.block.model import BlockHead
 from heads.block.plans import ChainPlans
 from heads.block.tree import TreePlanner
 from heads.layers import rope_at
-from training.heads.drafter import accepted_states, check_target, load_to_draft
+from training.heads.drafter import (
+    accepted_states,
+    check_draft,
+    check_target,
+    choose_name,
+    load_to_draft,
+)
 
 # maps the logits of the drafted tokens and a depth to the ids (B,) of the tokens
 Choose = Callable[[Tensor, int], Tensor]
@@ -75,19 +79,17 @@ class BlockDrafter:
         name: str | None = None,
         execution: str = "eager",
     ) -> None:
-        loaded = head is None
 
         def load(path: Path, dtype: torch.dtype, place: str) -> BlockHead:
             return load_head(path, dtype, place, layout)
 
-        head = load_to_draft(folder, head, load, dtype, device)
-        if loaded and execution == "fused":
-            fuse_linears(head)
-        name = name or ("block" if folder is None else name_of(folder))
-        self.name, self.head, self.config = name, head, head.config
+        head = load_to_draft(folder, head, load, dtype, device, execution)
+        self.name = name = choose_name(name, folder, "block")
+        self.head, self.config = head, head.config
         self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
         self.children = check_kind(children, name)
-        _check_options(name, head, shape, max_nodes, stop_below)
+        check_draft(name, shape, max_nodes)
+        _check_head(name, head, shape, stop_below)
         self._stop_below = stop_below
         self._costs: RoundCosts | None = None
         self._trees = TreePlanner(max_nodes) if shape == "tree" else None
@@ -290,20 +292,14 @@ class BlockDrafter:
         self._chain(tips_B, self._states(tips_B), self._likeliest)
 
 
-def _check_options(
-    name: str, head: BlockHead, shape: str, max_nodes: int, stop_below: float
-) -> None:
-    """Raise UserError for invalid options of the drafter `name`."""
-    if shape not in ("tree", "chain"):
-        raise UserError(f"drafter '{name}': shape is '{shape}', expected chain or tree.")
+def _check_head(name: str, head: BlockHead, shape: str, stop_below: float) -> None:
+    """Raise UserError for options of the drafter `name` that its head does not allow."""
     if shape == "tree" and head.correction is not None:
         raise UserError(
             f"drafter '{name}': shape is 'tree', but its head has a {head.config.correction} "
             f"correction, whose distributions differ from branch to branch; expected chain. Use a "
             f"head without a correction for trees."
         )
-    if max_nodes < 1:
-        raise UserError(f"drafter '{name}': max_nodes is {max_nodes}, expected 1 or more.")
     if stop_below and (head.confidence is None or not 0 < stop_below < 1):
         raise UserError(
             f"drafter '{name}': stop_below is {stop_below}, expected 0, or a chance below 1 if its "

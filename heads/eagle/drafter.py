@@ -18,7 +18,6 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
     Chooser,
@@ -29,12 +28,16 @@ from decoding.interfaces import (
     Target,
     Tokens,
 )
-from decoding.models.hub import name_of
-from decoding.models.native.fused import fuse_linears
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
 from heads.eagle.model import EagleHead
-from training.heads.drafter import accepted_states, check_target, load_to_draft
+from training.heads.drafter import (
+    accepted_states,
+    check_draft,
+    check_target,
+    choose_name,
+    load_to_draft,
+)
 
 
 class EagleDrafter(RankedTree):
@@ -61,13 +64,9 @@ class EagleDrafter(RankedTree):
         name: str | None = None,
         execution: str = "eager",
     ) -> None:
-        loaded = head is None
-        head = load_to_draft(folder, head, load_head, dtype, device)
-        if loaded and execution == "fused":
-            fuse_linears(head)
-        name = name or ("eagle3" if folder is None else name_of(folder))
-        if shape not in ("tree", "chain"):
-            raise UserError(f"drafter '{name}': shape is '{shape}', expected tree or chain.")
+        head = load_to_draft(folder, head, load_head, dtype, device, execution)
+        name = choose_name(name, folder, "eagle3")
+        check_draft(name, shape, max_nodes)
         self.cache, self.config = HeadCache(head, name), head.config
         # The base classes' uses of `model` are overridden, except those that HeadCache supports.
         super().__init__(

@@ -15,12 +15,11 @@ from torch import Tensor
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Observation, RoundCosts, Target, Tokens
-from decoding.models.hub import name_of
 from decoding.models.native.early_exit import EarlyExit
 from decoding.models.native.model import NativeTarget
 from heads.early_exit.checkpoint import differences, load_head
 from heads.early_exit.model import EarlyExitHead
-from training.heads.drafter import load_to_draft
+from training.heads.drafter import choose_name, load_to_draft
 
 
 class EarlyExitDrafter(TargetViewDrafter):
@@ -39,8 +38,8 @@ class EarlyExitDrafter(TargetViewDrafter):
         head: EarlyExitHead | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(name or ("early_exit" if folder is None else name_of(folder)))
-        self.head = load_to_draft(folder, head, load_head, "float32", "cpu")
+        super().__init__(choose_name(name, folder, "early_exit"))
+        self.head = load_to_draft(folder, head, load_head)
         self.config = self.head.config
         self.num_layers = self.config.exit_layer + 1
         self.num_parameters = self.head.num_parameters

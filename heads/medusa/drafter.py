@@ -26,12 +26,10 @@ from decoding.interfaces import (
     Target,
 )
 from decoding.models.draft_vocabulary import spread
-from decoding.models.hub import name_of
-from decoding.models.native.fused import fuse_linears
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
-from training.heads.drafter import HeadDrafter, load_to_draft
+from training.heads.drafter import HeadDrafter, check_draft, choose_name, load_to_draft
 
 
 class MedusaDrafter(HeadDrafter):
@@ -61,18 +59,11 @@ class MedusaDrafter(HeadDrafter):
         name: str | None = None,
         execution: str = "eager",
     ) -> None:
-        loaded = heads is None
-        heads = load_to_draft(folder, heads, load_heads, dtype, device)
-        if loaded and execution == "fused":
-            fuse_linears(heads)
-        name = name or ("medusa" if folder is None else name_of(folder))
-        super().__init__(name, heads.config, heads.projection(0))
+        heads = load_to_draft(folder, heads, load_heads, dtype, device, execution)
+        super().__init__(choose_name(name, folder, "medusa"), heads.config, heads.projection(0))
         self.heads, self.config = heads, heads.config
         self.children = check_kind(children, self.name)
-        if shape not in ("tree", "chain"):
-            raise UserError(f"drafter '{self.name}': shape is '{shape}', expected tree or chain.")
-        if max_nodes < 1:
-            raise UserError(f"drafter '{self.name}': max_nodes is {max_nodes}, expected 1 or more.")
+        check_draft(self.name, shape, max_nodes)
         self._max_nodes = max_nodes
         self._chain = shape == "chain"
         self._fixed = self._complete(choices)

@@ -218,7 +218,7 @@ def small_target(**changes: Any) -> NativeTarget:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shape": "bush"}, "shape is 'bush', expected chain or tree"),
+        ({"shape": "bush"}, "shape is 'bush', expected tree or chain"),
         ({"children": "drawn"}, "children is 'drawn'"),
         ({"max_nodes": 0}, "max_nodes is 0, expected 1 or more"),
         ({"stop_below": 0.5}, "stop_below is 0.5, expected 0, or a chance below 1 if its head"),

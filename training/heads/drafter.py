@@ -12,28 +12,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import Observation, RoundCosts, Target
+from decoding.models.hub import name_of
 from decoding.models.load import DTYPES
+from decoding.models.native.fused import fuse_linears
 from decoding.verification.nodes import at_nodes
 
-Head = TypeVar("Head")
+Head = TypeVar("Head", bound=nn.Module)
 
 
 def load_to_draft(
     folder: str | Path | None,
     head: Head | None,
     load: Callable[[Path, torch.dtype, str], Head],
-    dtype: str,
-    device: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    execution: str = "eager",
 ) -> Head:
     """Return `head`, or load the head in `folder` if `head` is None.
 
-    dtype, device: the dtype and device of a loaded head. Raises UserError for an unknown dtype or
-    device and for a folder without a valid head, and ValueError if `head` and `folder` are None.
+    dtype, device: of a loaded head. execution: `fused` runs the products of a loaded head like
+    those of a fused target. Raises UserError for an unknown dtype or device and for a folder
+    without a valid head, and ValueError if `head` and `folder` are None.
     """
     if head is not None:
         return head
@@ -44,7 +48,26 @@ def load_to_draft(
             f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}, or auto in a "
             f"configuration."
         )
-    return load(Path(folder), DTYPES[dtype], devices.device_of(device))
+    loaded = load(Path(folder), DTYPES[dtype], devices.device_of(device))
+    if execution == "fused":
+        fuse_linears(loaded)
+    return loaded
+
+
+def choose_name(name: str | None, folder: str | Path | None, kind: str) -> str:
+    """Return a drafter's name: the given one, else that of its folder, else `kind`."""
+    return name or (kind if folder is None else name_of(folder))
+
+
+def check_draft(name: str, shape: str, max_nodes: int) -> None:
+    """Raise UserError for a shape of drafts that is unknown, and for trees without nodes.
+
+    name: the drafter's name.
+    """
+    if shape not in ("tree", "chain"):
+        raise UserError(f"drafter '{name}': shape is '{shape}', expected tree or chain.")
+    if max_nodes < 1:
+        raise UserError(f"drafter '{name}': max_nodes is {max_nodes}, expected 1 or more.")
 
 
 def check_target(name: str, shape: Any, device: torch.device, target: Target) -> None:
