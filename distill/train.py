@@ -17,13 +17,13 @@ from distill.dry_run import dry_run
 from distill.held_out import make_held_out, make_timing
 from distill.on_policy.start import add_student_rows, report_texts
 from distill.parallel_drafting.held_out import BLOCK_EFFICIENCY
-from distill.parallel_drafting.mask_token import refuse_in_data
 from distill.parallel_drafting.objective import ParallelDistillation
 from distill.parallel_drafting.setup import (
     describe_mask_tokens,
     parallel_objective,
     parallel_rules,
     prepare_student,
+    refuse_in_data,
 )
 from distill.shapes import student_config
 from distill.student import build_student, check_draft_vocabulary, restrict_vocabulary

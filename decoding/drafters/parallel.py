@@ -22,6 +22,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Target, Tokens
 from decoding.models.folder import read_config
+from decoding.models.text.mask_token import check_mask_token
 from decoding.values import is_int
 
 # Keys of config.json: the id of the mask token, which vLLM reads too, and the trained draft length.
@@ -52,11 +53,7 @@ class ParallelChain(ChainDrafter):
         where = f"{folder}/config.json" if config else "parallel chain"
         self.tokens, self.mask_token = _settings(where, config, tokens, mask_token)
         super().__init__(folder, model=model, **options)
-        if self.mask_token >= self.model.vocab_size:
-            raise UserError(
-                f"{where}: the mask token is {self.mask_token}, expected an id below the size of "
-                f"the vocabulary, {self.model.vocab_size}. Use the id of the model's training."
-            )
+        check_mask_token(f"{where}: {MASK_TOKEN}", self.mask_token, self.model.vocab_size)
 
     def width(self, gamma: int) -> int:
         """Return the length of the chain: gamma, at most the trained number of tokens."""

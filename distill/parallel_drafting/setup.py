@@ -1,19 +1,23 @@
 """What `distill.train` builds for a student that drafts in parallel."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS, ParallelChain
 from decoding.engine import stop_tokens
+from decoding.errors import UserError
 from decoding.models.native.model import NativeTarget
+from decoding.models.text.mask_token import choose_mask_token
 from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
 from distill.config import ParallelDraftingConfig, TrainConfig
 from distill.parallel_drafting.layout import Retention
-from distill.parallel_drafting.mask_token import choose_mask_token, record
 from distill.parallel_drafting.objective import ParallelDistillation
+from training.data.packing import Sample
 from training.features.teacher_config import NONE
 from training.objectives import TeacherStates
+
+MASK_KEY = "parallel_drafting.mask_token"
 
 
 def parallel_rules(config: TrainConfig) -> dict[str, tuple[bool, str]]:
@@ -44,8 +48,23 @@ def prepare_student(
     mask_token = None
     if chosen.tokens:
         special = (*stop, config.pad_token_id, config.bos_token_id)
-        mask_token = choose_mask_token(chosen.mask_token, tokenizer, config.vocab_size, special)
-    record(config, chosen.tokens, mask_token)
+        mask_token = choose_mask_token(
+            MASK_KEY, chosen.mask_token, tokenizer, config.vocab_size, special
+        )
+    for key, value in ((MASK_TOKEN, mask_token), (TRAINED_TOKENS, chosen.tokens)):
+        vars(config).pop(key, None)
+        if chosen.tokens:
+            setattr(config, key, value)
+
+
+def refuse_in_data(mask_token: int, samples: Sequence[Sample]) -> None:
+    """Raise UserError if the training data contain the mask token."""
+    for number, sample in enumerate(samples):
+        if (sample.ids == mask_token).any():
+            raise UserError(
+                f"{MASK_KEY} is {mask_token}, but sample {number} of the training data has this "
+                f"token, expected one that no text has. Set {MASK_KEY} to such an id"
+            )
 
 
 def dry_parallel(config: Any, chosen: ParallelDraftingConfig, target_folder: Path) -> None:

@@ -29,8 +29,9 @@ class BlockOptions(HeadOptions):
     num_taps: int = 5
     # these layers instead, numbered as in Hugging Face's hidden_states (1: after the first layer)
     taps: list[int] = field(default_factory=list)
-    # token whose embedding fills a block; -1: the highest id that is not pad, bos or eos
-    mask_token_id: int = -1
+    # id of the token whose embedding fills a block, which no text has; null: an unused or reserved
+    # one
+    mask_token_id: int | None = None
     # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
     draft_vocab_size: int = 0
 

@@ -10,16 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
+from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter
 from decoding.models.native.weights import NativeConfig
+from decoding.models.text.mask_token import choose_mask_token
+from decoding.models.text.tokenizer import load_tokenizer
 from heads.block.checkpoint import LAYOUT, load_head
 from heads.block.config import BlockOptions, BlockTrainConfig
 from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
-from heads.block.read_config import check_mask_token, read_head_config
+from heads.block.read_config import read_head_config
 from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, BlockConfig
-from jobs.paths import name_anywhere
+from jobs.paths import name_anywhere, resolve_model
 from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
@@ -47,16 +50,13 @@ class BlockKind(BlockPredictions, HeadKind):
 
     def shape(self, config: BlockTrainConfig, target: Any) -> BlockConfig:
         options, sizes = config.head, NativeConfig.from_dict(target.to_dict())
-        token = options.mask_token_id
-        token = highest_unused(target) if token == -1 else token
-        check_mask_token("head.mask_token_id", token, sizes.vocab_size, special_tokens(target))
         return BlockConfig(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
             target_layers=sizes.num_layers,
             taps=tuple(options.taps) or spread_taps(options.num_taps, sizes.num_layers),
             block_size=config.loss.predict_n_tokens + (options.layout == FILL_IN),
-            mask_token_id=token,
+            mask_token_id=_mask_token(config, target),
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -169,6 +169,15 @@ class BlockKind(BlockPredictions, HeadKind):
         )
 
 
+def _mask_token(config: BlockTrainConfig, target: Any) -> int:
+    """Return the mask token that was asked for, or one that no text has."""
+    folder = resolve_model(config.target.path)
+    tokenizer = load_tokenizer(folder)
+    special = (*stop_tokens(folder, tokenizer), target.pad_token_id, target.bos_token_id)
+    asked, size = config.head.mask_token_id, target.vocab_size
+    return choose_mask_token("head.mask_token_id", asked, tokenizer, size, special)
+
+
 def spread_taps(count: int, num_layers: int) -> Layers:
     """Return at most `count` layers of the target, from after its second layer to its last but two.
 
@@ -180,22 +189,6 @@ def spread_taps(count: int, num_layers: int) -> Layers:
         steps = [round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)]
     last = max(num_layers - 1, 1)
     return tuple(sorted({min(max(step + 1, 1), last) for step in steps}))
-
-
-def special_tokens(target: Any) -> tuple[int, ...]:
-    """Return the pad and end tokens of a target's Hugging Face configuration."""
-    found = [target.pad_token_id, target.eos_token_id]
-    flat = [each for one in found for each in (one if isinstance(one, list) else [one])]
-    return tuple(dict.fromkeys(each for each in flat if each is not None))
-
-
-def highest_unused(target: Any) -> int:
-    """Return the highest token id that is not a pad, bos or end token.
-
-    In an embedding with padding no text has it; otherwise it is a rare token.
-    """
-    used = {*special_tokens(target), target.bos_token_id}
-    return max(token for token in range(target.vocab_size) if token not in used)
 
 
 DFLASH = BlockKind("dflash", "A block drafter (DFlash, arXiv 2602.06036)")

@@ -6,6 +6,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import read_json
+from decoding.models.text.mask_token import check_mask_token
 from decoding.values import quote
 from heads.block.shape import (
     ANCHOR_FIRST,
@@ -64,22 +65,8 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         rope_theta=reader.number("rope_theta"),
         draft_vocab_size=reader.size("draft_vocab_size", 1) if "draft_vocab_size" in values else 0,
     )
-    check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size, ())
+    check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
     return config
-
-
-def check_mask_token(where: str, token: int, vocab_size: int, used: tuple[int, ...]) -> None:
-    """Raise UserError for a mask token outside the embedding, or one that texts use.
-
-    where: its key, for the error. used: the target's pad and end tokens.
-    """
-    if 0 <= token < vocab_size and token not in used:
-        return
-    others = f", and none of {', '.join(map(str, used))} (pad and end tokens)" if used else ""
-    raise UserError(
-        f"{where} is {token}, expected a row of the target's embedding, from 0 to "
-        f"{vocab_size - 1}{others}. Use an id that the tokenizer never produces."
-    )
 
 
 class _Reader:

@@ -182,7 +182,7 @@ def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> 
         ),
         (
             {"use": "parallel", "folder": "{home}/model", "mask_token": 2048, "tokens": 4},
-            "mask token is 2048, expected an id below .* 2048",
+            "pard_token is 2048, expected an id from 0 to 2047",
         ),
         ({"use": "recurrent", "folder": "{home}/model"}, "model_type is 'llama', expected"),
         ({"use": "chain", "folder": "{home}/recurrent"}, "recurrent"),

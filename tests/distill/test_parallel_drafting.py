@@ -22,10 +22,10 @@ from decoding.errors import UserError
 from decoding.interfaces import Proposal
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
+from decoding.models.text.mask_token import choose_mask_token
 from decoding.rounds.settings import Settings
 from distill.parallel_drafting.held_out import HeldOutParallel
 from distill.parallel_drafting.layout import ALL, Document, Layout, Retention, lay_out
-from distill.parallel_drafting.mask_token import choose_mask_token
 from distill.parallel_drafting.objective import ParallelDistillation
 from distill.train import run
 from tests.distill.test_train import command, configured
@@ -44,6 +44,7 @@ from training.objectives import (
     hidden_states,
 )
 
+KEY = "parallel_drafting.mask_token"
 VOCABULARY, ROW, TOKENS, MASK = 40, 48, 4, 39
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 UNEQUAL = "Tensor-likes are not close"
@@ -400,19 +401,19 @@ def test_held_out_rounds_are_those_of_greedy_decoding() -> None:
 def test_the_mask_token_is_one_that_no_text_has() -> None:
     words = tokenizer()
     size = len(words)
-    assert choose_mask_token(None, words, size + 8, ()) == size
-    assert choose_mask_token(50, words, size, ()) == 50
+    assert choose_mask_token(KEY, None, words, size + 8, ()) == size
+    assert choose_mask_token(KEY, 50, words, size, ()) == 50
     with pytest.raises(UserError, match="has no unused or reserved token"):
-        choose_mask_token(None, words, size, ())
+        choose_mask_token(KEY, None, words, size, ())
     words.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>", "<|reserved_1|>"]})
-    assert choose_mask_token(None, words, size + 2, ()) == size + 1
-    assert choose_mask_token(None, words, size + 2, (size + 1,)) == size
+    assert choose_mask_token(KEY, None, words, size + 2, ()) == size + 1
+    assert choose_mask_token(KEY, None, words, size + 2, (size + 1,)) == size
 
 
 @pytest.mark.parametrize("asked", [-1, 1, 2, 3, 102])
 def test_ids_with_a_role_are_refused(asked: int) -> None:
     with pytest.raises(UserError, match=rf"mask_token is {asked}, expected an id from 0 to 100"):
-        choose_mask_token(asked, tokenizer(), 101, (3,))
+        choose_mask_token(KEY, asked, tokenizer(), 101, (3,))
 
 
 # the job

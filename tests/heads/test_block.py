@@ -359,6 +359,7 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     figure = "tree_block_efficiency" if name == "jetspec" else "chain_block_efficiency"
     assert card["acceptance"][figure] >= 1
     assert "target layers" in (folder / "README.md").read_text()
+    assert BlockDrafter(folder).config.mask_token_id == 6  # the byte 0
     plain = generate(load(tiny_target, dtype="float64"), "def add(a, b):", max_new_tokens=12)
     engine = load(tiny_target, {"use": str(folder), "by_cost": False}, dtype="float64")
     assert isinstance(engine.drafter, BlockDrafter)
@@ -371,7 +372,11 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     [
         (["head.taps=[9]"], "reads layer 9 of the target, expected a layer from 0"),
         (["head.taps=[4]"], "head.taps is .*4.*, expected different layers of the target from 1"),
-        (["head.mask_token_id=999999"], "head.mask_token_id is 999999, expected a row of the"),
+        (
+            ["head.mask_token_id=999999"],
+            "head.mask_token_id is 999999, expected an id from 0 to 20",
+        ),
+        (["head.mask_token_id=2"], "head.mask_token_id is 2, expected .* that is no padding"),
         (["head.layout=first"], "head.layout is first, expected one of fill_in, anchor_first"),
         (["head.in_block_mask=full"], "expected one of bidirectional, causal"),
         (["head.correction=gru"], "head.correction is gru, expected none with head=dflash"),
