@@ -19,14 +19,15 @@ class StoredContext:
     """Keys and values of every layer, for the tokens of each row whose states are known."""
 
     def __init__(self, head: BlockHead, rows: int, capacity: int) -> None:
-        """Start empty rows of at most `capacity` tokens."""
+        """Start empty rows of at most `capacity` tokens, with room for a block after them."""
         config, weight = head.config, head.fc.weight
-        shape = (config.num_layers, 2, rows, config.num_kv_heads, capacity, config.head_dim)
+        slots = capacity + config.block_size
+        shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
         self._head = head
         # zeros, because 0 times NaN is NaN even for a hidden slot
         self._cache_L2BGTD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.lengths_B = [0] * rows
-        self.tables: Rope = head.rope_tables(capacity + config.block_size)
+        self.tables: Rope = head.rope_tables(slots)
 
     def append(self, taps_BNX: Tensor, counts_B: Sequence[int]) -> None:
         """Add the first counts_B[b] tokens of each row, whose states these are."""
@@ -41,13 +42,22 @@ class StoredContext:
                 self._cache_L2BGTD[layer, part].scatter_(2, index, values_BGND)
         self.lengths_B = [a + b for a, b in zip(self.lengths_B, counts_B, strict=True)]
 
-    def read(self) -> tuple[list[KeysValues], Tensor]:
-        """Return the keys and values of each layer, and the tokens that blocks see, (B, 1, T)."""
+    def visible(self) -> Tensor:
+        """Return the tokens that blocks see, (B, 1, T): all slots up to the longest row's end."""
         T, device = max(self.lengths_B), self._cache_L2BGTD.device
         lengths_B11 = devices.tensor(self.lengths_B, device)[:, None, None]
-        visible_B1T = torch.arange(T, device=device) < lengths_B11
-        layers = [(layer[0, :, :, :T], layer[1, :, :, :T]) for layer in self._cache_L2BGTD]
-        return layers, visible_B1T
+        return torch.arange(T, device=device) < lengths_B11
+
+    def join(self, layer: int, block: KeysValues) -> KeysValues:
+        """Return views of a layer's keys and values up to a block, which is written after them.
+
+        The block's slots are the same in all rows, and those of later tokens are written over it.
+        """
+        T, S = max(self.lengths_B), block[0].shape[2]
+        for part, values_BGSD in enumerate(block):
+            self._cache_L2BGTD[layer, part, :, :, T : T + S] = values_BGSD
+        keys, values = self._cache_L2BGTD[layer, :, :, :, : T + S]
+        return keys, values
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """Shorten each row to at most lengths_B[b] tokens."""

@@ -250,9 +250,8 @@ class BlockDrafter:
         lengths_B1 = devices.tensor(context.lengths_B, self.device)[:, None]
         slots_BS = lengths_B1 + torch.arange(S, device=self.device)
         blocks_B1SH = self.head.inputs(self._embed(tips_B)[:, None], self._mask_H)
-        layers, visible_B1T = context.read()
         rope = rope_at(context.tables, slots_BS)
-        found_B1KH = self.head(blocks_B1SH, rope, layers, visible_B1T)
+        found_B1KH = self.head(blocks_B1SH, rope, context.join, context.visible())
         assert isinstance(found_B1KH, Tensor)
         return found_B1KH[:, 0]
 

@@ -15,12 +15,14 @@ Shapes: B rows of text, T tokens of a text, A blocks of a row, S slots of a bloc
 N = A S, H hidden size, Q query heads, G key/value heads, D head size, X channels of all taps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding.models.native.attention import grouped_attention
 from decoding.models.native.rope import rotate
 from heads.block.confidence import Confidence
 from heads.block.corrections import Correction, make_correction
@@ -28,6 +30,8 @@ from heads.block.shape import CAUSAL, BlockConfig
 from heads.layers import FeedForward, Rope, rope_tables
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (B, G, T, D) each
+JoinLayer = Callable[[KeysValues], KeysValues]  # puts those of a block after those of its context
+Join = Callable[[int, KeysValues], KeysValues]  # the same, in the layer of this number
 
 
 class BlockAttention(nn.Module):
@@ -50,23 +54,17 @@ class BlockAttention(nn.Module):
         values_BNGD = self.v_proj(x_BNH).unflatten(-1, (-1, self.head_dim))
         return rotate(keys_BNGD, *rope).transpose(1, 2), values_BNGD.transpose(1, 2)
 
-    def forward(self, y_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
+    def forward(self, y_BNH: Tensor, join: JoinLayer, mask: Tensor, rope: Rope) -> Tensor:
         """Return the attention's output (B, N, H).
 
-        mask: bool, (B, 1, N, T + N): the context's tokens and the slots that a slot sees.
+        mask: bool, (B, 1, Q / G * N, T + N): the context's tokens and the slots that a slot sees.
         """
         queries_BNQD = self.q_norm(self.q_proj(y_BNH).unflatten(-1, (-1, self.head_dim)))
-        queries_BQND = rotate(queries_BNQD, *rope).transpose(1, 2)
-        keys, values = (
-            torch.cat(pair, 2) for pair in zip(context, self.keys_values(y_BNH, rope), strict=True)
+        queries_BNQD = rotate(queries_BNQD, *rope)
+        keys, values = join(self.keys_values(y_BNH, rope))
+        found_BNQD = grouped_attention(
+            queries_BNQD, keys, values, mask, F.scaled_dot_product_attention
         )
-        # the queries that share a key head become more rows of it, so no key is repeated
-        shared = queries_BQND.shape[1] // keys.shape[1]
-        queries = queries_BQND.unflatten(1, (-1, shared)).flatten(2, 3)
-        found = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask.repeat(1, 1, shared, 1)
-        )
-        found_BNQD = found.unflatten(2, (shared, -1)).flatten(1, 2).transpose(1, 2)
         output = self.o_proj(found_BNQD.flatten(2))
         assert isinstance(output, Tensor)
         return output
@@ -82,8 +80,8 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_BNH: Tensor, context: KeysValues, mask: Tensor, rope: Rope) -> Tensor:
-        x_BNH = x_BNH + self.self_attn(self.input_layernorm(x_BNH), context, mask, rope)
+    def forward(self, x_BNH: Tensor, join: JoinLayer, mask: Tensor, rope: Rope) -> Tensor:
+        x_BNH = x_BNH + self.self_attn(self.input_layernorm(x_BNH), join, mask, rope)
         found = x_BNH + self.mlp(self.post_attention_layernorm(x_BNH))
         assert isinstance(found, Tensor)
         return found
@@ -147,7 +145,7 @@ class BlockHead(nn.Module):
         self,
         blocks_BASH: Tensor,
         rope: Rope,
-        context: Sequence[KeysValues],
+        join: Join,
         visible_BAT: Tensor,
     ) -> Tensor:
         """Return the inputs of the output layer for every drafted token, (B, A, K, H).
@@ -157,15 +155,18 @@ class BlockHead(nn.Module):
         A, S = blocks_BASH.shape[1:3]
         mask = self._mask(visible_BAT)
         x_BNH = blocks_BASH.flatten(1, 2)
-        for layer, keys_values in zip(self._layers, context, strict=True):
-            x_BNH = layer(x_BNH, keys_values, mask, rope)
+        for number, layer in enumerate(self._layers):
+            x_BNH = layer(x_BNH, partial(join, number), mask, rope)
         states_BASH = self.norm(x_BNH).unflatten(1, (A, S))
         found = states_BASH[:, :, S - self.config.num_drafts :]
         assert isinstance(found, Tensor)
         return found
 
     def _mask(self, visible_BAT: Tensor) -> Tensor:
-        """Return what each slot sees, (B, 1, N, T + N): its context and its own block's slots."""
+        """Return what each slot sees: its context and its own block's slots.
+
+        The shape is (B, 1, Q / G * N, T + N), for all queries that share a key head.
+        """
         B, A, T = visible_BAT.shape
         S, device = self.config.block_size, visible_BAT.device
         slots_N = torch.arange(A * S, device=device)
@@ -173,7 +174,18 @@ class BlockHead(nn.Module):
         if self.config.in_block_mask == CAUSAL:
             own_NN = own_NN & (slots_N <= slots_N[:, None])
         text_BNT = visible_BAT[:, :, None].expand(B, A, S, T).flatten(1, 2)
-        return torch.cat((text_BNT, own_NN.expand(B, -1, -1)), 2)[:, None]
+        mask = torch.cat((text_BNT, own_NN.expand(B, -1, -1)), 2)[:, None]
+        return mask.repeat(1, 1, self.config.num_heads // self.config.num_kv_heads, 1)
+
+
+def after(context: Sequence[KeysValues]) -> Join:
+    """Return the `Join` that concatenates a block with these keys and values of each layer."""
+
+    def join(layer: int, block: KeysValues) -> KeysValues:
+        (keys, values), (own_keys, own_values) = context[layer], block
+        return torch.cat((keys, own_keys), 2), torch.cat((values, own_values), 2)
+
+    return join
 
 
 def _numbers(like_V: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding import devices
 from heads.block.corrections import features_of_text
-from heads.block.model import BlockHead
+from heads.block.model import BlockHead, after
 from heads.layers import rope_at
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
@@ -132,7 +132,7 @@ def predict(
     # one more draft, with which rows are padded
     tips_M, tokens_M = (torch.cat((each_M, each_M.new_zeros(1))) for each_M in (tips_M, tokens_M))
     tables = head.rope_tables(T + S)
-    context = head.context(context_RTX, rope_at(tables, batch.positions_RT))
+    join = after(head.context(context_RTX, rope_at(tables, batch.positions_RT)))
     embedded_MH = states.embed(tokens_M)
     mask_H = states.embed(torch.full((), head.config.mask_token_id, device=tokens_M.device))
     slots_S = torch.arange(S, device=tips_M.device)
@@ -143,7 +143,7 @@ def predict(
         slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
         blocks_RaSH = head.inputs(embedded_MH[drafts_Ra], mask_H)
         rope = rope_at(tables, slots_RaS.flatten(1))
-        found.append(head(blocks_RaSH, rope, context, visible_RaT))
+        found.append(head(blocks_RaSH, rope, join, visible_RaT))
     return torch.cat(found, 1).view(-1, head.config.num_drafts, H)[seats_M]
 
 

@@ -6,7 +6,7 @@ begins with the tip's element and writes its nodes to the slots after the verifi
 next round overwrites. A text of one token has no element, so its draft begins from a zero state.
 
 Shapes: B rows, W elements, P new nodes of a draft, N nodes of a draft, T slots, H hidden size, Q
-query heads, K key/value heads, G = Q / K, D head size, V vocabulary of the target.
+query heads, K key/value heads, D head size, V vocabulary of the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from decoding import devices
 from decoding.interfaces import Tokens
 from decoding.models.cache import visible_slots
 from decoding.models.draft_vocabulary import spread
-from decoding.models.native.attention import attention
+from decoding.models.native.attention import grouped_attention
 from heads.eagle.model import EagleHead
 from heads.layers import Rope, rope_at
 
@@ -106,14 +106,11 @@ class HeadCache:
         q_BPQD = self.head.midlayer.self_attn.queries(inputs, rope)
         mask = torch.zeros(1, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill(visible_BNT[:, None, -P:].logical_not(), float("-inf"))
-        groups = config.num_heads // config.num_kv_heads
+        mask = mask.repeat(1, 1, config.num_heads // config.num_kv_heads, 1)
         keys_BKTD, values_BKTD = (
             each[:, :end].transpose(1, 2) for each in (self._keys_BTKD, self._values_BTKD)
         )
-        # the queries of a key head lie side by side
-        q_BKMD = q_BPQD.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mixed_BKMD = attention(q_BKMD, keys_BKTD, values_BKTD, mask.repeat(1, 1, groups, 1))
-        mixed_BPQD = mixed_BKMD.unflatten(2, (groups, P)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        mixed_BPQD = grouped_attention(q_BPQD, keys_BKTD, values_BKTD, mask)
         features_BPH, outputs_BPH = self.head.step(hidden_BPH, mixed_BPQD)
         self._outputs_BNH = torch.cat((self._outputs_BNH, outputs_BPH), 1)
         logits = self.head.lm_head(features_BPH)

@@ -21,9 +21,10 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from heads.block import predictions
 from heads.block.confidence import count_kept
+from heads.block.context import StoredContext
 from heads.block.drafter import BlockDrafter
 from heads.block.kind import DFLASH, DSPARK, spread_taps
-from heads.block.model import BlockHead
+from heads.block.model import BlockHead, after
 from heads.block.plans import ChainPlans
 from heads.layers import rope_at
 from tests.heads import law_6
@@ -74,7 +75,7 @@ def test_a_block_follows_the_published_equations(layout: str, mask: str):
     context = head.context(taps_TX[None], rope_at(tables, torch.arange(T)[None]))
     rope = rope_at(tables, torch.arange(T, T + S)[None])
     visible = torch.ones(1, 1, T, dtype=torch.bool)
-    found = head(blocks_SH[None, None], rope, context, visible)[0, 0]
+    found = head(blocks_SH[None, None], rope, after(context), visible)[0, 0]
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms_norm(x, (x.shape[-1],), w[name], config.norm_eps)
@@ -329,6 +330,18 @@ def test_the_confidence_learns_the_chance_of_acceptance():
         mean = float(head.confidence(features_NE).sigmoid().mean())
     acceptance = float(sums[:4].sum()) / len(features_NE)
     assert totals[-1] < totals[0] and abs(mean - acceptance) < 0.05
+
+
+def test_a_block_is_written_after_the_stored_context_and_nothing_is_copied():
+    head = random_block(SIZES)
+    context = StoredContext(head, 2, 20)
+    context.append(torch.randn(2, 9, 16, dtype=torch.float64), [9, 4])
+    first, second = (torch.full((2, 2, 7, 4), value, dtype=torch.float64) for value in (1.0, 2.0))
+    keys, values = context.join(0, (first, first))
+    text = keys[:, :, :9].clone()
+    again, _ = context.join(0, (second, second))
+    assert again.data_ptr() == keys.data_ptr() and keys.shape == values.shape == (2, 2, 16, 4)
+    assert torch.equal(keys[:, :, 9:], second) and torch.equal(keys[:, :, :9], text)
 
 
 def test_no_tree_is_drafted_if_none_pays():

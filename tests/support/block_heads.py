@@ -160,8 +160,7 @@ def _solve(head: BlockHead, target: Target, draft_model: Target) -> None:
     embedded_V1C = target.embed(last_V)[:, None]
     slots_VS = texts_VT.shape[1] + torch.arange(head.config.block_size).expand(V, -1)
     blocks = head.inputs(embedded_V1C, target.embed(torch.tensor(head.config.mask_token_id)))
-    layers, visible = context.read()
-    head(blocks, rope_at(context.tables, slots_VS), layers, visible)
+    head(blocks, rope_at(context.tables, slots_VS), context.join, context.visible())
     hook.remove()
     before_NC, normed_NC = (each[:, -K:].flatten(0, 1) for each in found)
     wanted = []

@@ -6,7 +6,8 @@ of a single token after 32,768 tokens. So the cache is cut into parts, which the
 rows of a batch, and their outputs are joined by the logarithms of their sums (Flash-Decoding, Dao
 et al. 2023).
 
-Shapes: B rows, H key/value heads, M queries of a key head, D head size, T cache slots, P parts.
+Shapes: B rows, N new tokens, Q query heads, H key/value heads, G = Q / H, M = G N queries of a key
+head, D head size, T cache slots, P parts.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,25 @@ def attention(
         if parts > 1:
             return attend_in_parts(q_BHMD, keys_BHTD, values_BHTD, mask, parts, memory_efficient)
     return F.scaled_dot_product_attention(q_BHMD, keys_BHTD, values_BHTD, attn_mask=mask)
+
+
+def grouped_attention(
+    q_BNQD: Tensor,
+    keys_BHTD: Tensor,
+    values_BHTD: Tensor,
+    mask: Tensor | None,
+    attend: Callable[..., Tensor] = attention,
+) -> Tensor:
+    """Return the attention of query heads that share key heads, (B, N, Q, D).
+
+    The G queries that share a key head become more rows of it, so no key is copied. mask: (1 or B,
+    1, G * N, T), of the kind that `attend` takes.
+    """
+    B, N, Q, D = q_BNQD.shape
+    H = keys_BHTD.shape[1]
+    q_BHMD = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+    out_BHMD = attend(q_BHMD, keys_BHTD, values_BHTD, mask)
+    return out_BHMD.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q, D)
 
 
 def count_parts(heads: int, queries: int, slots: int) -> int:

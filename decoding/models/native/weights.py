@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, ids_of, spread
 from decoding.models.folder import refuse_unsupported_attention
-from decoding.models.native.attention import attention
+from decoding.models.native.attention import grouped_attention
 from decoding.models.native.linear import Linear, make_linear, rms_norm
 from decoding.models.native.rope import rope_parameters, rotate
 
@@ -117,15 +117,9 @@ class Layer:
     ) -> Tensor:
         """Return the attention's output (B, N, C).
 
-        mask: additive, (1 or B, 1, G * N, T). The G queries that share a key head become more rows
-        of it, so no key is copied.
+        mask: additive, (1 or B, 1, G * N, T).
         """
-        B, N, Q, D = q_BNQD.shape
-        H = keys_BHTD.shape[1]
-        q = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
-        out = attention(q, keys_BHTD, values_BHTD, mask)
-        out = out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4)
-        return self.out(out.reshape(B, N, Q * D))
+        return self.out(grouped_attention(q_BNQD, keys_BHTD, values_BHTD, mask).flatten(2))
 
     def feed_forward(self, config: NativeConfig, x_BNC: Tensor) -> Tensor:
         """Return the MLP's output (B, N, C)."""
