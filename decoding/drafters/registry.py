@@ -23,7 +23,8 @@ class DrafterEntry:
     kind: str  # dotted name of the class
     needs: str = ""  # name of the required option
     model_type: str = ""  # of the heads that it loads, in config.json
-    mark: str = ""  # a key of config.json that identifies heads without a model_type
+    # keys of config.json, each of which identifies heads without a model_type of their own
+    marks: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()  # that identify heads with a language model's model_type
     model_mark: str = ""  # a key of config.json that language models have for this drafter
     trained: str = ""  # dotted name of the HeadKind that trains such a head
@@ -65,7 +66,7 @@ DRAFTERS = {
         "heads.medusa.drafter.MedusaDrafter",
         "folder",
         "medusa",
-        mark="medusa_num_heads",
+        marks=("medusa_num_heads",),
         trained="heads.medusa.kind.KIND",
         options={"by_cost": True},
     ),
@@ -79,7 +80,7 @@ DRAFTERS = {
     "block": DrafterEntry(
         "heads.block.drafter.BlockDrafter",
         "folder",
-        mark="dflash_config",
+        marks=("dflash_config", "target_layer_ids"),
         presets={
             "dflash": "heads.block.kind.DFLASH",
             "dspark": "heads.block.kind.DSPARK",
@@ -122,7 +123,7 @@ def head_of(folder: str | Path) -> str:
     marked = (
         name
         for name, entry in DRAFTERS.items()
-        if entry.mark in values or architectures & {*entry.architectures}
+        if {*entry.marks} & values.keys() or {*entry.architectures} & architectures
     )
     return HEADS.get(str(values.get("model_type")), "") or next(marked, "")
 

@@ -11,7 +11,7 @@ import torch
 from decoding import Engine, UserError, generate, load
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.parallel import ParallelChain
-from decoding.drafters.registry import DRAFTERS, TRAINED, head_of, imported
+from decoding.drafters.registry import DRAFTERS, TRAINED, drafter_of, head_of, imported
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.heads.rows import HEAD_ROWS
@@ -122,7 +122,7 @@ def test_a_folder_selects_the_drafter_of_its_model(home: Path, plain: list[int])
     for name in TRAINED:
         found, entry = json.loads((home / name / "config.json").read_text()), DRAFTERS[name]
         assert found["model_type"] == entry.model_type or (
-            {*found["architectures"]} <= {*entry.architectures} or entry.mark in found
+            {*found["architectures"]} <= {*entry.architectures} or {*entry.marks} & found.keys()
         )
         assert head_of(home / name) == name
         engine = load(home / "target", home / name, dtype="float64")
@@ -131,6 +131,22 @@ def test_a_folder_selects_the_drafter_of_its_model(home: Path, plain: list[int])
     with_options = {"use": str(home / "recurrent"), "beam_width": 3, "name": "mine"}
     drafter: Any = load(home / "target", with_options).drafter
     assert (drafter.name, drafter.beam_width, drafter.capabilities.needs_costs) == ("mine", 3, True)
+
+
+def test_a_block_drafter_of_deepspec_is_recognized(home: Path, plain: list[int]) -> None:
+    """Check a folder whose options are at the top level of config.json, without a layout."""
+    folder = shutil.copytree(home / "block", home / "deepspec")
+    values = json.loads((folder / "config.json").read_text())
+    options = values.pop("dflash_config")
+    layout = "anchor_first" if values.pop("sample_from_anchor") else "fill_in"
+    del options["taps"], options["projector_type"]
+    (folder / "config.json").write_text(json.dumps({**values, **options}))
+    assert head_of(folder) == drafter_of(folder) == "block"
+    engine = load(home / "target", {"use": str(folder), "layout": layout}, dtype="float64")
+    assert type(engine.drafter) is imported(DRAFTERS["block"].kind)
+    assert text(engine) == plain
+    with pytest.raises(UserError, match="Set layout=fill_in for files of z-lab's"):
+        load(home / "target", folder)
 
 
 def test_a_drafter_has_its_targets_dtype_and_backend_unless_specified(home: Path) -> None:
