@@ -87,7 +87,7 @@ DRAFTERS = {
             "domino": "heads.block.kind.DOMINO",
             "jetspec": "heads.block.kind.JETSPEC",
         },
-        options={"by_cost": True},
+        options={"by_cost": True, "dtype": AUTO},
     ),
     "early_exit": DrafterEntry(
         "heads.early_exit.drafter.EarlyExitDrafter",

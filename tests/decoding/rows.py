@@ -497,6 +497,17 @@ ROWS = [
         ),
     ),
     DrafterRow(
+        "dspark_bfloat16",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model).to(torch.bfloat16)
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4).to(torch.bfloat16)
+        ),
+        slow=True,
+    ),
+    DrafterRow(
         "dspark_by_cost",
         make=lambda kit: BlockDrafter(
             head=corrected_block(kit.target, kit.draft_model, confidence=True), by_cost=True

@@ -12,6 +12,7 @@ from decoding import Engine, UserError, generate, load
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.registry import DRAFTERS, TRAINED, drafter_of, head_of, imported
+from decoding.models.native import linear
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.heads.rows import HEAD_ROWS
@@ -156,6 +157,19 @@ def test_a_drafter_has_its_targets_dtype_and_backend_unless_specified(home: Path
     given = load(home / "target", {"use": model, "dtype": "bfloat16"}, dtype="float64")
     assert given.drafter.model.dtype == "bfloat16"
     assert load(home / "target", model, backend="hf").drafter.model.backend == "hf"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block"])
+def test_a_head_drafts_in_bfloat16_where_the_machine_multiplies_it(
+    name: str, home: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "native_dtype", lambda device: "bfloat16")
+    for dtype, expected in (("float64", torch.float64), ("float32", torch.bfloat16)):
+        engine = load(home / "target", home / name, dtype=dtype)
+        drafter: Any = engine.drafter
+        head = drafter.cache.head if name == "eagle3" else drafter.head
+        assert {weight.dtype for weight in head.parameters()} == {expected}
+        assert text(engine) == plain
 
 
 def test_a_drafter_in_memory_is_used_unchanged(home: Path, plain: list[int]) -> None:
