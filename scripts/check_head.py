@@ -83,7 +83,8 @@ def check_folder(folder: Path, target: Path) -> None:
     if unknown:
         print(f"keys of config.json that are not read: {', '.join(unknown)}")
     model = freeze(load_causal_lm(target, torch.float32))
-    found = probe(kind, head, kind.taps(shape), model, write_texts(target), torch.device("cpu"))
+    samples, cpu = write_texts(target), torch.device("cpu")
+    found = probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
     print(found.table())
     check_reading(found, str(folder))
     print(

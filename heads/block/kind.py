@@ -82,6 +82,9 @@ class BlockKind(BlockPredictions, HeadKind):
     def taps(self, shape: BlockConfig) -> Layers:
         return shape.taps
 
+    def longest_draft(self, shape: BlockConfig) -> int:
+        return shape.num_drafts
+
     def rules(self, config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
         options, last = config.head, shape.target_layers - 1
         drafts, kind = config.loss.predict_n_tokens, config.parallel.kind

@@ -89,6 +89,9 @@ class MedusaKind(HeadKind):
     def load(self, folder: Path) -> MedusaHeads:
         return load_heads(folder)
 
+    def longest_draft(self, shape: MedusaConfig) -> int:
+        return shape.num_heads
+
     def rules(self, config: MedusaTrainConfig, shape: MedusaConfig) -> dict[str, tuple[bool, str]]:
         most, heads = shape.vocab_size, config.loss.predict_n_tokens
         return {

@@ -294,10 +294,12 @@ def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
     ]
 
 
-def learn(row: HeadRow, head: Any, states: TargetStates, samples: list[Sample]) -> list[float]:
+def learn(
+    row: HeadRow, head: Any, states: TargetStates, samples: list[Sample], depths: int = GAMMA
+) -> list[float]:
     """Train a head on samples for 20 steps and return the loss of each step."""
     head.requires_grad_(True)
-    objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=GAMMA))
+    objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=depths))
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     batch = collate(samples, [[index] for index in range(len(samples))], ROW)
     losses = []

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,13 @@ def texts(model: Any) -> list[Sample]:
 def trained(row: HeadRow) -> tuple[Any, Any, Layers, list[Sample]]:
     """Return a target, a head that has learned its texts, the head's layers, and the texts."""
     model = law_6.target()
-    head, samples = law_6.head_of(row, model), texts(model)
+    head, samples, shape = law_6.head_of(row, model), texts(model), row.shape(model.config)
     if head.token_ids_V is not None:
         head.token_ids_V = choose_tokens(samples, law_6.VOCABULARY, len(head.token_ids_V), False)
     for _ in range(3):
-        law_6.learn(row, head, law_6.states_of(row, model), samples)
-    return model, head, row.kind.taps(row.shape(model.config)), samples
+        depths = row.kind.longest_draft(shape) or law_6.GAMMA
+        law_6.learn(row, head, law_6.states_of(row, model), samples, depths)
+    return model, head, row.kind.taps(shape), samples
 
 
 @pytest.mark.parametrize("row", ALL)
@@ -65,6 +67,19 @@ def test_layers_one_off_are_named_and_the_right_ones_accepted(row: HeadRow) -> N
     wrong = tuple(layer - 1 for layer in taps or (law_6.LAYERS,))
     with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one layer later"):
         check_reading(probe(row.kind, head, wrong, model, samples, CPU), "HEAD")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("medusa", {"num_heads": 1}), ("dflash", {"block_size": 2})]
+)
+def test_a_head_that_drafts_one_token_is_read(name: str, sizes: dict[str, int]) -> None:
+    row = next(row for row in HEAD_ROWS if row.name == name)
+    short = replace(row, shape=lambda target: replace(row.shape(target), **sizes))
+    model, head, taps, samples = trained(short)
+    check_reading(probe(row.kind, head, taps, model, samples, CPU, 1), "HEAD")
+    wrong = tuple(layer - 1 for layer in taps or (law_6.LAYERS,))
+    with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one layer later"):
+        check_reading(probe(row.kind, head, wrong, model, samples, CPU, 1), "HEAD")
 
 
 class Later(law_6.Wrapped):

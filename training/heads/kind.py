@@ -91,6 +91,10 @@ class HeadKind(PredictingHead, Protocol):
         """Return the layers of the target that the head reads (training/features/taps.py)."""
         return ()
 
+    def longest_draft(self, shape: Any) -> int | None:
+        """Return the largest number of tokens of a chain; None: no limit."""
+        return None
+
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
         """Return rules for this kind's keys: key -> (validity of its value, expected values)."""
         return {}

@@ -28,7 +28,7 @@ from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead
 from training.losses.chunked import CHUNK, Outputs
 
-DEPTHS = 2  # drafted tokens that are compared; heads.train trains at least as many
+DEPTHS = 2  # drafted tokens that are compared, if a head drafts as many
 SHIFTS = (-1, 0, 1)  # of the taps, in layers, and of the predicted token, in places
 LEAST = 30  # predictions that are compared
 LEAST_GAIN = (
@@ -92,12 +92,15 @@ def probe(
     target: Any,
     samples: Sequence[Sample],
     device: torch.device,
+    longest_draft: int | None = None,
 ) -> Probe:
     """Read a head in every way that its target allows, on texts of the target.
 
     taps: the head's layers; () for the state after the final norm. target: a frozen Hugging Face
-    causal LM with packed attention.
+    causal LM with packed attention. longest_draft: number of tokens that the head can draft;
+    None: any.
     """
+    depths = min(DEPTHS, longest_draft or DEPTHS)
     last, length = target.config.num_hidden_layers, max(len(sample.ids) for sample in samples)
     rows = best_fit([len(sample.ids) for sample in samples], length)
     batches = [collate(samples, [row], length, device) for row in rows]
@@ -107,7 +110,7 @@ def probe(
         shifted = tuple(layer + layers for layer in taps or (last,))
         if all(0 <= layer <= last for layer in shifted):
             states = TargetStates(target, taps=shifted, final=False)
-            found = [_predict(kind, head, states, batch) for batch in batches]
+            found = [_predict(kind, head, states, batch, depths) for batch in batches]
             q_NS, right_NS = (np.concatenate(part) for part in zip(*(one[:2] for one in found)))
             labels_N = np.concatenate([one[2] for one in found])
             commonest = float(np.bincount(labels_N, minlength=1).max() / max(len(labels_N), 1))
@@ -172,7 +175,7 @@ def _standard_errors(difference_N: np.ndarray) -> float:
 
 @torch.no_grad()
 def _predict(
-    kind: PredictingHead, head: Any, states: TargetStates, batch: PackedBatch
+    kind: PredictingHead, head: Any, states: TargetStates, batch: PackedBatch, depths: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log q [N, S] of the text's tokens at all SHIFTS, whether they are likeliest, labels.
 
@@ -180,7 +183,7 @@ def _predict(
     draft none of the tokens; a single one that it cannot draft counts as its least likely token.
     """
     several = len(kind.outputs(head, states)) > 1
-    where = positions(batch, DEPTHS, False, grouped=several, context=kind.reads_context)
+    where = positions(batch, depths, False, grouped=several, context=kind.reads_context)
     states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
     outputs = Outputs(kind.outputs(head, states), where.heads if several else None)
