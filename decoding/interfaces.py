@@ -183,6 +183,13 @@ class RoundCosts:
         steps = tuple((frontier, step_ms + ms) for frontier, step_ms in self.t_draft_by_frontier_ms)
         return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_frontier_ms=steps)
 
+    def of_one_pass(self) -> "RoundCosts":
+        """Return these costs for a drafter whose step drafts all tokens: later steps cost nothing.
+
+        `Capabilities.steps` of such a drafter is "round".
+        """
+        return replace(self, t_draft_ms=0.0, t_draft_by_frontier_ms=((1, self.t_draft_ms),))
+
     def round_ms(self, steps: int, nodes: int) -> float:
         """Return the milliseconds of a round with `steps` draft steps and `nodes` drafted tokens.
 

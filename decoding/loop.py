@@ -73,8 +73,12 @@ def build_batch(
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
         policy = default_stopping(drafter.capabilities, settings.schedule)
-    per_token = not devices.runs_ahead(target.device)
-    stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
+    costs, per_token = settings.costs, not devices.runs_ahead(target.device)
+    if drafter is not None:
+        per_token = per_token and drafter.capabilities.stops_by_token
+        if costs is not None and drafter.capabilities.steps == "round":
+            costs = costs.of_one_pass()
+    stopping = make_stopping(policy, keys, settings.stopping_threshold, costs, per_token)
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:

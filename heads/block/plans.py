@@ -1,7 +1,6 @@
 """Draft lengths of one-pass chains, chosen from measured costs and each request's past rounds."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from decoding.interfaces import RoundCosts
 from decoding.stopping.planner import RoundPlanner
@@ -12,10 +11,7 @@ class ChainPlans:
 
     def __init__(self, costs: RoundCosts, rows: int) -> None:
         """Start the plans of new rows. costs: of a round; a draft of any length costs one pass."""
-        # the first step takes the whole time of a draft, and later ones none
-        self._costs = replace(
-            costs, t_draft_ms=0.0, t_draft_by_frontier_ms=((1, costs.t_draft_ms),)
-        )
+        self._costs = costs.of_one_pass()
         self._plans_B = [RoundPlanner(self._costs) for _ in range(rows)]
         self._drafted_B = [0] * rows  # tokens drafted in this round
 

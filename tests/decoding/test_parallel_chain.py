@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.with_lookup import LookupFirst
+from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from tests.support.oracle_drafters import Foresight
@@ -56,6 +58,17 @@ def test_deeper_drafts_equal_those_of_a_chain_of_a_model_with_foresight() -> Non
     ]
     assert found[0] == found[1]
     assert any("0" in trace and "1" in trace for _, _, trace in found[0])
+
+
+@pytest.mark.parametrize(("t_draft_ms", "pays"), [(1.4, True), (6.0, False)])
+def test_policies_charge_a_draft_of_any_length_once(t_draft_ms: float, pays: bool) -> None:
+    """Check with drafts of four tokens, all of which are accepted, and a target of 1 ms a token."""
+    model = hf_model("llama")
+    drafter = drafter_of(Foresight(native_of(model)), 4)
+    costs = RoundCosts(t_draft_ms, (1.0, 1.0))
+    settings = Settings(60, num_draft_tokens=4, stopping="cost_ratio", costs=costs)
+    (done,) = decode(native_of(model), drafter, [[5, 6, 7]], settings)
+    assert (done.drafted > 30) == pays
 
 
 def test_drafts_end_at_the_models_context() -> None:
