@@ -57,10 +57,13 @@ def print_help(job: str, schema: type[Any], overrides: list[str]) -> None:
     for key, doc in field_docs(schema).items():
         value = OmegaConf.select(composed, key, throw_on_missing=False)
         missing = value is None and OmegaConf.is_missing(composed, key)
-        keys.append((f"{key}={'(required)' if missing else _short(value)}", doc))
+        keys.append((f"{key}={'(required)' if missing else _written(value)}", doc))
     for title, rows in (("Groups (conf/)", groups), ("Keys, with their values and meanings", keys)):
         console.print(f"\n{title}:", style="bold")
         table = Table.grid(padding=(0, 2))
+        # "fold" breaks what is longer than its column, where the default cuts it
+        table.add_column(max_width=console.width // 2, overflow="fold")
+        table.add_column(overflow="fold")
         for name, text in rows:
             table.add_row(f"  {name}", text)
         console.print(table)
@@ -83,13 +86,13 @@ def _groups(job: str, schema: type[Any]) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(file.stem for file in files)
 
 
-def _short(value: Any) -> str:
+def _written(value: Any) -> str:
+    """Return a value as text."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=False)
     if value is None:
         return "null"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 30 else text[:27] + "..."
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _comments(owner: type[Any]) -> dict[str, str]:

@@ -307,6 +307,21 @@ def test_help_shows_the_values_of_its_command_line(capsys: pytest.CaptureFixture
     assert "benchmark=" not in text, "another job's group"
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_help_cuts_no_value(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = [f"a/long/folder/number_{number}/chats.json" for number in range(5)]
+    folder = "a_long_name_of_a_folder" * 6
+    print_help("distill.train", TrainConfig, [f"data.chats={names}", f"target.path={folder}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("…" in line for line in lines), "the mark of what rich cuts"
+    shown = "".join("".join(line[: columns // 2].split()) for line in lines)
+    assert "".join(f"data.chats={names}".split()) in shown
+    assert f"target.path={folder}" in shown
+
+
 def test_an_experiment_without_a_plus_is_refused():
     with pytest.raises(UserError, match=r"needs a plus: \+experiment=smoke"):
         check_arguments(["experiment=smoke"], "distill.train", TrainConfig)
