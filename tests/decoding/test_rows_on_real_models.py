@@ -23,7 +23,8 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from recurrent_drafting.head import RecurrentHead
 
-from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head
+from .row_kinds.recurrent import random_head
+from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit
 from .test_real_models import chats, check_law, first_layers
 
 pytestmark = pytest.mark.long

@@ -31,7 +31,7 @@ from heads.eagle.drafter import EagleDrafter
 from heads.eagle.drafts import Drafts
 from heads.eagle.kind import KIND
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
-from tests.decoding.rows import random_eagle
+from tests.decoding.row_kinds.eagle import random_eagle
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_heads_train import configured

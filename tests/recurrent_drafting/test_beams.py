@@ -12,7 +12,7 @@ from recurrent_drafting.beams import Beams, Frontier, Step, TopBeams, search
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.sampled_beams import SampledBeams
 from scripts.bench.operations import Operations
-from tests.decoding.rows import random_head
+from tests.decoding.row_kinds.recurrent import random_head
 from tests.support.tiers import tiered
 from tests.support.toy_heads import exact_head, markov
 

@@ -19,7 +19,8 @@ from decoding.stopping.planner import StepPlanner
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from tests.decoding.rows import BY_NAME, Kit, random_head, recurrent
+from tests.decoding.row_kinds.recurrent import random_head, recurrent
+from tests.decoding.rows import BY_NAME, Kit
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from tests.support.toy_heads import exact_head, markov

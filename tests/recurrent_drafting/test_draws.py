@@ -21,7 +21,8 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.prefix_tree import mask_survivors, pack
 from recurrent_drafting.sampled_beams import SampledBeams
 from tests.decoding.law_3 import target_of
-from tests.decoding.rows import COSTS, draft_table, recurrent
+from tests.decoding.row_kinds.recurrent import recurrent
+from tests.decoding.rows import COSTS, draft_table
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 from tests.support.tiers import tiered
 

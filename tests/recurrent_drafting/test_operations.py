@@ -12,7 +12,7 @@ from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, token_tree
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
-from tests.decoding.rows import random_head
+from tests.decoding.row_kinds.recurrent import random_head
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 

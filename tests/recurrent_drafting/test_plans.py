@@ -13,7 +13,7 @@ from decoding.rounds.settings import Settings
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedBeams
-from tests.decoding.rows import AllBeams, random_head
+from tests.decoding.row_kinds.recurrent import AllBeams, random_head
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from tests.support.toy_heads import exact_head, markov
 

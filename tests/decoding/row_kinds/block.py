@@ -1,0 +1,77 @@
+"""Rows of block drafters."""
+
+import torch
+
+from heads.block.drafter import BlockDrafter
+from tests.decoding.row_kinds.kit import DrafterRow
+from tests.support.block_heads import (
+    LAW_3_SIZES,
+    block_of,
+    corrected_block,
+    random_block,
+)
+
+ROWS = [
+    DrafterRow(
+        "dflash",
+        make=lambda kit: BlockDrafter(head=block_of(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(head=random_block(LAW_3_SIZES, 2.0)),
+        slow=True,
+    ),
+    DrafterRow(
+        "dspark",
+        make=lambda kit: BlockDrafter(head=corrected_block(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, layout="anchor_first", correction="markov", rank=4)
+        ),
+    ),
+    DrafterRow(
+        "dspark_bfloat16",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model).to(torch.bfloat16)
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4).to(torch.bfloat16)
+        ),
+        slow=True,
+    ),
+    DrafterRow(
+        "dspark_by_cost",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model, confidence=True), by_cost=True
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
+            by_cost=True,
+        ),
+        slow=True,
+    ),
+    DrafterRow(
+        "dspark_confident",
+        make=lambda kit: BlockDrafter(
+            head=corrected_block(kit.target, kit.draft_model, confidence=True), stop_below=0.5
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
+            stop_below=0.4,
+        ),
+        slow=True,
+    ),
+    DrafterRow(
+        "block_tree",
+        make=lambda kit: BlockDrafter(
+            head=block_of(kit.target, kit.draft_model, in_block_mask="causal"),
+            shape="tree",
+            max_nodes=12,
+        ),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, in_block_mask="causal"), shape="tree", max_nodes=9
+        ),
+    ),
+]

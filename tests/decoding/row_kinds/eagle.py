@@ -1,0 +1,86 @@
+"""Rows of EAGLE-3 heads: random ones, and ones fitted to a target's texts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from decoding.interfaces import Target
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from tests.decoding.row_kinds.kit import DrafterRow, Kit, draft_table
+
+
+def random_eagle(target: Target, scale: float = 1.0, **fields: object) -> EagleHead:
+    """Return a float64 EAGLE-3 head with random weights, in the target's sizes.
+
+    scale: factor of the output layer's weights. fields: further fields of `EagleConfig`.
+    """
+    sizes = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "taps": default_taps(target.num_layers),
+        "rope": {"rope_type": "default", "rope_theta": 100.0},
+        "max_positions": target.max_length,
+        "norm_eps": 1.0,  # a table's states have one channel, which would always be normed to 1
+    }
+    config = EagleConfig(target.vocab_size, target.hidden_size, **{**sizes, **fields})  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(4)
+    head = EagleHead(config).double().requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
+    head.lm_head.weight.mul_(scale)
+    return head.eval().to(target.device)
+
+
+def fitted_eagle(target: Target, texts: Sequence[Sequence[int]]) -> EagleHead:
+    """Return an EAGLE-3 head whose output layer is fitted to texts by least squares.
+
+    The layer adds nothing, so a draft repeats the prediction from the target's last state.
+    """
+    head = random_eagle(target, taps=(target.num_layers,), fc_norm=False)
+    head.fc.weight.copy_(torch.eye(target.hidden_size))
+    for weight in (head.midlayer.self_attn.o_proj.weight, head.midlayer.mlp.down_proj.weight):
+        weight.zero_()
+    states, tokens = [], []
+    for text in texts:
+        target.open(1, len(text))
+        states_NC = target.features(torch.tensor([text], device=target.device))[0]
+        states.append(head.norm(states_NC[:-2].double()))
+        tokens.append(torch.tensor(text[2:], device=target.device))
+    wanted_NV = torch.nn.functional.one_hot(torch.cat(tokens), target.vocab_size).double()
+    head.lm_head.weight.copy_((torch.linalg.pinv(torch.cat(states)) @ wanted_NV).T)
+    return head
+
+
+@torch.inference_mode()
+def eagle_of(kit: Kit, **options: object) -> EagleDrafter:
+    """Return a drafter with the kit's EAGLE-3 head, a fitted one or a random one."""
+    head = kit.eagle
+    if head is None and kit.texts:
+        head = fitted_eagle(kit.target, kit.texts)
+    return EagleDrafter(head=head or random_eagle(kit.target, 3.0), **options)  # type: ignore[arg-type]
+
+
+ROWS = [
+    DrafterRow(
+        "eagle3",
+        make=lambda kit: eagle_of(kit, frontier=3, max_nodes=10),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), frontier=3, max_nodes=10),
+    ),
+    DrafterRow(
+        "eagle3_chain",
+        make=lambda kit: eagle_of(kit, shape="chain"),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), shape="chain"),
+    ),
+    DrafterRow(
+        "eagle3_by_cost",
+        make=lambda kit: eagle_of(kit, frontier=3, by_cost=True),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), frontier=3, by_cost=True),
+        slow=True,
+    ),
+]
