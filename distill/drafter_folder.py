@@ -92,6 +92,7 @@ TESTED = {
     "Hugging Face": "a test runs these lines",
     "vLLM": "a test runs this line with vLLM 0.32 on a CPU",
     "SGLang": "by form, not run",
+    "TensorRT-LLM": "by form, not run",
 }
 
 
@@ -122,6 +123,16 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
             f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {draft_tokens + 1}\n```"
         ),
+        "TensorRT-LLM": f"""```bash
+cat > speculation.yaml <<END
+disable_overlap_scheduler: true
+speculative_config:
+  decoding_type: DraftTarget
+  max_draft_len: {draft_tokens}
+  speculative_model_dir: .
+END
+trtllm-serve {quoted} --extra_llm_api_options speculation.yaml
+```""",
     }
 
 

@@ -40,6 +40,7 @@ class Options(BenchOptions):
     engines: list[str] = field(default_factory=lambda: list(ENGINES))  # ours beside others
     dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float32"])  # of all engines
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8])  # prompts decoded at a time
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # 0: greedy
     max_prompts: int = 24  # prompts, spread over the file's categories
     max_new_tokens: int = 96  # tokens of every answer
     num_draft_tokens: int = 2  # draft length in every engine
@@ -78,7 +79,7 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
         f"benchmark.path={resolve(chosen.prompts)}",
         "benchmark.spread=true",
         f"batch_sizes=[{','.join(map(str, chosen.batch_sizes))}]",
-        "temperatures=[0.0]",
+        f"temperatures=[{','.join(map(str, chosen.temperatures))}]",
         "sweep=[]",
         f"num_draft_tokens=[{chosen.num_draft_tokens}]",
         f"max_prompts={chosen.max_prompts}",
@@ -90,19 +91,22 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
 
 
 def over_the_fastest(rows: list[EngineRow]) -> list[str]:
-    """Return a line for each batch size: our autoregressive decoding over the fastest engine's."""
+    """Return our autoregressive decoding over the fastest engine's, in a line for each setting."""
     lines = []
-    for batch in sorted({row.batch_size for row in rows}):
+    for batch, temperature in sorted({(row.batch_size, row.temperature) for row in rows}):
         speeds = {
             row.engine: row.tokens_per_second
             for row in rows
-            if row.batch_size == batch and row.method == "autoregressive"
+            if (row.batch_size, row.temperature) == (batch, temperature)
+            and row.method == "autoregressive"
         }
         ours = speeds.pop("ours", None)
         if ours is not None and speeds:
             fastest = max(speeds, key=lambda name: speeds[name])
-            ratio = ours / speeds[fastest]
-            lines.append(f"batch {batch}: {ours:.1f} tokens/s, {ratio:.2f}x of {fastest}")
+            place = f"batch {batch}, temperature {temperature:g}"
+            lines.append(
+                f"{place}: {ours:.1f} tokens/s, {ours / speeds[fastest]:.2f}x of {fastest}"
+            )
     return lines
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.drafter_folder import write_card
@@ -55,10 +56,40 @@ def test_the_vllm_line_names_a_target_by_its_absolute_path(
 
 def test_a_name_on_the_hub_stays_as_it_is(drafter: Path, embedded_target: Path):
     readme = write_readme(drafter, "mistralai/Mistral-7B-v0.1", embedded_target)
-    for engine in ("vLLM", "SGLang"):
+    for engine in ("vLLM", "SGLang", "TensorRT-LLM"):
         assert " mistralai/Mistral-7B-v0.1 " in code_block(readme, engine)
     assert 'from_pretrained("mistralai/Mistral-7B-v0.1")' in code_block(readme, "Hugging Face")
     assert "On another machine" not in readme.read_text()
+
+
+def test_the_lines_for_tensorrt_llm_write_its_configuration(
+    drafter: Path, embedded_target: Path, tmp_path: Path
+):
+    """Run the block with a program in the server's place that prints what it is given."""
+    program = tmp_path / "bin" / "trtllm-serve"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\ncat "$3"\n')
+    program.chmod(0o755)
+    block = code_block(write_readme(drafter, "org/name", embedded_target), "TensorRT-LLM")
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", block],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, _, configuration = done.stdout.partition("\n")
+    assert command == "org/name --extra_llm_api_options speculation.yaml"
+    assert yaml.safe_load(configuration) == {
+        "disable_overlap_scheduler": True,
+        "speculative_config": {
+            "decoding_type": "DraftTarget",
+            "max_draft_len": 4,
+            "speculative_model_dir": ".",
+        },
+    }
 
 
 @pytest.mark.long

@@ -108,4 +108,4 @@ def test_engines_are_measured_on_an_idle_machine_only(tmp_path: Path) -> None:
     assert refused.returncode and "other processes use" in refused.stderr
     done = subprocess.run([*script, *options, "busy=true"], capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    assert re.search(r"batch 1: [\d.]+ tokens/s, [\d.]+x of hf", done.stdout)
+    assert re.search(r"batch 1, temperature 0: [\d.]+ tokens/s, [\d.]+x of hf", done.stdout)
