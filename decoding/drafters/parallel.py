@@ -74,21 +74,9 @@ class ParallelChain(ChainDrafter):
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
         logits_BNV = self._read_ahead(self._unseen(sequences_B, counts_B), counts_B)
-        processors = chooser.processors
-        process = processors.drafting(sequences_B) if processors is not None else None
-        tokens, rows_q = [], []
-        for depth in range(max(counts_B)):
-            fitted_BV = self._fit(logits_BNV[:, depth], chooser)
-            if process is not None:
-                fitted_BV = process(fitted_BV)
-            tokens_B, q_BV = chooser.draft(fitted_BV, depth)
-            tokens.append(tokens_B)
-            if q_BV is not None:
-                rows_q.append(q_BV)
-            if process is not None:
-                process.add(tokens_B)
-        q_BNV = torch.stack(rows_q, 1) if rows_q else None
-        return Proposal(torch.stack(tokens, 1), counts_B, None, q_BNV, 1)
+        fitted_BNV = self._fit(logits_BNV, chooser)
+        tokens_BN, q_BNV = choose_at_each_depth(fitted_BNV, sequences_B, chooser)
+        return Proposal(tokens_BN, counts_B, None, q_BNV, 1)
 
     def _read_ahead(self, unseen_B: list[list[int]], counts_B: Sequence[int]) -> Tensor:
         """Commit the unseen tokens; return logits_BNV after each row's tip and its mask tokens."""
@@ -117,6 +105,29 @@ class ParallelChain(ChainDrafter):
         the weights are read, so it is at most a little faster.
         """
         self._time_forward(self.tokens + 1)
+
+
+def choose_at_each_depth(
+    logits_BNV: Tensor, sequences_B: Tokens, chooser: Chooser
+) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens (B, N) of chains whose logits were all known before, and q if it is tested.
+
+    sequences_B: the texts before the chains, which logits processors read.
+    """
+    process = None
+    if chooser.processors is not None:
+        process = chooser.processors.drafting(sequences_B)
+    tokens, rows_q = [], []
+    for depth, logits_BV in enumerate(logits_BNV.unbind(1)):
+        if process is not None:
+            logits_BV = process(logits_BV)
+        tokens_B, q_BV = chooser.draft(logits_BV, depth)
+        tokens.append(tokens_B)
+        if q_BV is not None:
+            rows_q.append(q_BV)
+        if process is not None:
+            process.add(tokens_B)
+    return torch.stack(tokens, 1), torch.stack(rows_q, 1) if rows_q else None
 
 
 def _settings(

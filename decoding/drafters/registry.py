@@ -95,6 +95,12 @@ DRAFTERS = {
         "shallow_draft_early_exit",
         trained="heads.early_exit.kind.KIND",
     ),
+    "sdsat": DrafterEntry(
+        "heads.sdsat.drafter.SdsatDrafter",
+        "folder",
+        "shallow_draft_sdsat",
+        trained="heads.sdsat.kind.KIND",
+    ),
 }
 # model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}

@@ -27,6 +27,7 @@ from decoding.models.native.rope import rotate
 from heads.block.confidence import Confidence
 from heads.block.corrections import Correction, make_correction
 from heads.block.shape import CAUSAL, BlockConfig
+from heads.drafts_in_rows import slot_mask
 from heads.layers import FeedForward, Rope, rope_tables
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (B, G, T, D) each
@@ -153,7 +154,8 @@ class BlockHead(nn.Module):
         rope: at the N slots of each row. visible_BAT: bool, the context's tokens that a block sees.
         """
         A, S = blocks_BASH.shape[1:3]
-        mask = self._mask(visible_BAT)
+        shared = self.config.num_heads // self.config.num_kv_heads
+        mask = slot_mask(visible_BAT, S, self.config.in_block_mask == CAUSAL, shared)
         x_BNH = blocks_BASH.flatten(1, 2)
         for number, layer in enumerate(self._layers):
             x_BNH = layer(x_BNH, partial(join, number), mask, rope)
@@ -161,21 +163,6 @@ class BlockHead(nn.Module):
         found = states_BASH[:, :, S - self.config.num_drafts :]
         assert isinstance(found, Tensor)
         return found
-
-    def _mask(self, visible_BAT: Tensor) -> Tensor:
-        """Return what each slot sees: its context and its own block's slots.
-
-        The shape is (B, 1, Q / G * N, T + N), for all queries that share a key head.
-        """
-        B, A, T = visible_BAT.shape
-        S, device = self.config.block_size, visible_BAT.device
-        slots_N = torch.arange(A * S, device=device)
-        own_NN = slots_N[:, None] // S == slots_N // S
-        if self.config.in_block_mask == CAUSAL:
-            own_NN = own_NN & (slots_N <= slots_N[:, None])
-        text_BNT = visible_BAT[:, :, None].expand(B, A, S, T).flatten(1, 2)
-        mask = torch.cat((text_BNT, own_NN.expand(B, -1, -1)), 2)[:, None]
-        return mask.repeat(1, 1, self.config.num_heads // self.config.num_kv_heads, 1)
 
 
 def after(context: Sequence[KeysValues]) -> Join:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding import devices
 from heads.block.corrections import features_of_text
 from heads.block.model import BlockHead, after
+from heads.drafts_in_rows import group_by_row, visible_text
 from heads.layers import rope_at
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
@@ -139,40 +139,9 @@ def predict(
     found = []
     for drafts_Ra in drafts_RA.split(max(1, SLOTS_AT_ONCE // S), dim=1):
         tips_Ra = tips_M[drafts_Ra]
-        visible_RaT = _visible(batch, tips_Ra)
+        visible_RaT = visible_text(batch, tips_Ra)
         slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
         blocks_RaSH = head.inputs(embedded_MH[drafts_Ra], mask_H)
         rope = rope_at(tables, slots_RaS.flatten(1))
         found.append(head(blocks_RaSH, rope, join, visible_RaT))
     return torch.cat(found, 1).view(-1, head.config.num_drafts, H)[seats_M]
-
-
-def _visible(batch: PackedBatch, tips_RA: Tensor) -> Tensor:
-    """Return which tokens of the row each block sees, (R, A, T): its document's before the tip."""
-    R, T = batch.ids_RT.shape
-    documents_RA = batch.documents_RT.flatten()[tips_RA]
-    places_R1T = torch.arange(R * T, device=batch.device).view(R, 1, T)
-    return (batch.documents_RT[:, None] == documents_RA[:, :, None]) & (
-        places_R1T < tips_RA[:, :, None]
-    )
-
-
-def group_by_row(rows_M: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the drafts of each row (R, A), padded with M, and each draft's place in them.
-
-    The places are indices [M] into the flattened (R, A). A is at least 1, so that a batch without
-    drafts still depends on the head's weights.
-    """
-    M = len(rows_M)
-    numbers_M = torch.arange(M, device=rows_M.device)
-    if rows == 1 and M:
-        return numbers_M[None], numbers_M
-    counts_R = torch.bincount(rows_M, minlength=rows)
-    (counts,) = devices.read(counts_R)
-    width = max([1, *counts])
-    order_M = rows_M.argsort(stable=True)
-    first_R = counts_R.cumsum(0) - counts_R
-    seats_M = torch.empty_like(numbers_M)
-    seats_M[order_M] = rows_M[order_M] * width + numbers_M - first_R[rows_M[order_M]]
-    padding_F = torch.full((rows * width,), M, device=rows_M.device)
-    return padding_F.index_copy(0, seats_M, numbers_M).view(rows, width), seats_M

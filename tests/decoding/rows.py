@@ -16,7 +16,7 @@ scripts/bench/gpu_rows.py reads the table without pytest.
 """
 
 from decoding.drafters.with_lookup import LookupFirst
-from tests.decoding.row_kinds import block, eagle, early_exit, medusa, models, recurrent
+from tests.decoding.row_kinds import block, eagle, early_exit, medusa, models, recurrent, sdsat
 from tests.decoding.row_kinds.kit import COSTS, DrafterRow, Kit, draft_table
 from tests.decoding.row_kinds.models import PICKED
 
@@ -57,6 +57,7 @@ ROWS = [
     *eagle.ROWS,
     *block.ROWS,
     *early_exit.ROWS,
+    *sdsat.ROWS,
     *models.ORACLES,
 ]
 

@@ -22,6 +22,9 @@ from heads.early_exit.model import EarlyExitConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
+from heads.sdsat.drafter import SdsatDrafter
+from heads.sdsat.kind import KIND as SDSAT
+from heads.sdsat.model import SdsatConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.kind import KIND as RECURRENT
@@ -129,6 +132,17 @@ def early_exit(name: str, exit_layer: int, **fields: Any) -> HeadRow:
     )
 
 
+def sdsat(name: str, **fields: Any) -> HeadRow:
+    """Return the row of three slots, and of the target's own token before them."""
+    return HeadRow(
+        name,
+        SDSAT,
+        shape=lambda target: SdsatConfig.of_target(target.to_dict(), 3, **fields),
+        drafter=lambda head: SdsatDrafter(head=head),
+        load=SdsatDrafter,
+    )
+
+
 HEAD_ROWS = [
     recurrent("recurrent"),
     recurrent("recurrent without recurrence", rnn=False),
@@ -150,4 +164,6 @@ HEAD_ROWS = [
     ),
     early_exit("early exit", 2),
     early_exit("early exit with a draft vocabulary", 1, draft_vocab_size=20),
+    sdsat("sdsat"),
+    sdsat("sdsat with a low-rank change", rank=3),
 ]

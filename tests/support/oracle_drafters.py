@@ -145,8 +145,8 @@ class WrongLookahead(Lookahead):
 class Foresight:
     """A draft model whose mask tokens predict as if they were the likeliest tokens.
 
-    It is what training for parallel drafting aims at. The mask token is an additional id. The other
-    methods are those of the model.
+    It is what training for parallel drafting aims at. The mask token is an additional id, and
+    larger ids are mask tokens too. The other methods are those of the model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -160,7 +160,7 @@ class Foresight:
         tokens_BN = tokens_BN.clone()
         for n in range(1, tokens_BN.shape[1]):
             best_B = self._model.forward(tokens_BN[:, :n])[0][:, -1].argmax(-1)
-            masked_B = tokens_BN[:, n] == self.mask_token  # no branch, as the host must not wait
+            masked_B = tokens_BN[:, n] >= self.mask_token  # no branch, as the host must not wait
             tokens_BN[:, n] = torch.where(masked_B, best_B, tokens_BN[:, n])
         found: tuple[Tensor, Tensor] = self._model.forward(tokens_BN)
         return found

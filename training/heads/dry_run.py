@@ -46,7 +46,9 @@ def dry_run(
     a dry run wrote the folder, which is replaced.
     """
     print_missing(config.target)
-    counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
+    counted = measure(
+        kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype), target
+    )
     describe(kind, shape, target, counted)
     layout = states_layout(config, kind, shape, target)
     flops = print_cost(config, target, counted, layout)
@@ -62,7 +64,7 @@ def dry_run(
             "the untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)
-        counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32)
+        counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32, target)
     if keeps_folder(folder, was_dry):
         return flops
     write_untrained(kind, shape, target_folder, folder)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
@@ -36,20 +37,18 @@ class HeadStatistics:
         return sum(self.parts.values())
 
 
-def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadStatistics:
-    """Count a head's parameters, FLOPs and memory from one draft of `heads` tokens."""
+def measure(
+    kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype, target: Any = None
+) -> HeadStatistics:
+    """Count a head's parameters, FLOPs and memory from one draft of `heads` tokens.
+
+    target: the target's Hugging Face configuration, for kinds with `runs_target`.
+    """
     heads = count_depths(kind, heads)
     with torch.device("meta"):
         head = kind.empty(shape).to(dtype)
-        embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
-    embedding.requires_grad_(False)
-    layers = max([1, *kind.taps(shape)])
-    target = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=layers),
-        get_input_embeddings=lambda: embedding,
-        get_output_embeddings=lambda: embedding,
-    )
-    states = TargetStates(target, taps=kind.taps(shape), final=False)
+    model = _whole(target, dtype) if kind.runs_target else _ends(kind, shape, dtype)
+    states = TargetStates(model, taps=kind.taps(shape), final=False)
     # a head that predicts once at each token reads one token for each prediction
     length = 1 if kind.computes_states else heads + 2
     text = Sample(np.arange(length, dtype=np.int32) % 2, np.arange(length) > 1)
@@ -71,6 +70,24 @@ def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> HeadS
     by_size = dict(sorted(parts.items(), key=lambda part: -part[1]))
     saved = sum(kept.values()) + 2 * features_NE.nbytes
     return HeadStatistics(by_size, flops, saved, trained, heads)
+
+
+def _ends(kind: HeadKind, shape: Any, dtype: torch.dtype) -> Any:
+    """Return the embedding and output layer of a target, as one layer on the meta device."""
+    with torch.device("meta"):
+        embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
+    embedding.requires_grad_(False)
+    return SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=max([1, *kind.taps(shape)])),
+        get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: embedding,
+    )
+
+
+def _whole(target: Any, dtype: torch.dtype) -> Any:
+    """Return the model of a Hugging Face configuration, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(target, dtype=dtype).requires_grad_(False)
 
 
 @contextmanager

@@ -69,6 +69,11 @@ class PredictingHead(Protocol):
     # those of all tokens before the predicted one. Given the text, it is then the same at every
     # depth, so training predicts depth 0 only
     computes_states: bool = False
+    # number of first depths at which the draft is the target's own prediction, which no training
+    # changes
+    target_depths: int = 0
+    # predictions run the layers of `TargetStates.target`
+    runs_target: bool = False
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
         """Return the output layers [V, E]: a single one that all depths share, or one per depth."""

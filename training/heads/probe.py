@@ -100,7 +100,8 @@ def probe(
     causal LM with packed attention. longest_draft: number of tokens that the head can draft;
     None: any.
     """
-    depths = min(DEPTHS, longest_draft or DEPTHS)
+    depths = DEPTHS + kind.target_depths
+    depths = min(depths, longest_draft or depths)
     last, length = target.config.num_hidden_layers, max(len(sample.ids) for sample in samples)
     rows = best_fit([len(sample.ids) for sample in samples], length)
     batches = [collate(samples, [row], length, device) for row in rows]
@@ -179,8 +180,9 @@ def _predict(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log q [N, S] of the text's tokens at all SHIFTS, whether they are likeliest, labels.
 
-    Left out are predictions that lack a token at one of the shifts, and those of which the head can
-    draft none of the tokens; a single one that it cannot draft counts as its least likely token.
+    Left out are predictions that lack a token at one of the shifts, those of which the head can
+    draft none of the tokens, and the target's own; a single token that the head cannot draft counts
+    as its least likely one.
     """
     several = len(kind.outputs(head, states)) > 1
     where = positions(batch, depths, False, grouped=several, context=kind.reads_context)
@@ -192,7 +194,7 @@ def _predict(
     if head.token_ids_V is not None:
         indices_NS = index_tokens(head.token_ids_V, states.vocab_size)[tokens_NS]
     known_NS = indices_NS >= 0
-    known_N = whole_N & known_NS.any(dim=1)
+    known_N = whole_N & known_NS.any(dim=1) & (where.head_N >= kind.target_depths)
     log_q, right = [], []
     for start in range(0, len(features_NE), CHUNK):
         end = min(start + CHUNK, len(features_NE))

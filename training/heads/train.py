@@ -255,7 +255,9 @@ def make_timing(job: HeadJob, head: Any, target: Any) -> Timing:
 def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     """Print the sizes of target, head and data, and the plan, before the first step."""
     config, kind, shape = job.config, job.kind, job.shape
-    counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
+    counted = measure(
+        kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype), target.config
+    )
     describe(kind, shape, target.config, counted)
     print(
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "

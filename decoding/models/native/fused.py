@@ -227,7 +227,7 @@ class FusedForward:
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
         self._model = _Model(
             CODES[weights.dtype], len(layers), *sizes, config.intermediate_size, config.head_rows,
-            0, config.vocab_size, config.norm_eps, self._layer,
+            0, len(weights.embedding_VC), config.norm_eps, self._layer,
             *map(self._hold, (weights.embedding_VC, weights.norm_C, weights.head_weight_VC)),
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
@@ -330,7 +330,7 @@ class FusedForward:
         if failed:
             raise IndexError(
                 f"tokens, lengths or parents are out of range: expected tokens from 0 to "
-                f"{self.weights.config.vocab_size - 1}, lengths of at most "
+                f"{len(self.weights.embedding_VC) - 1}, lengths of at most "
                 f"{self._model.S - num_tokens}, and parents before their nodes."
             )
 

@@ -1,0 +1,1 @@
+"""SDSAT: trained slot embeddings with which the target itself drafts (arXiv 2403.18647)."""
