@@ -85,6 +85,7 @@ DRAFTERS = {
             "dflash": "heads.block.kind.DFLASH",
             "dspark": "heads.block.kind.DSPARK",
             "domino": "heads.block.kind.DOMINO",
+            "dflash2": "heads.block.kind.DFLASH2",
             "jetspec": "heads.block.kind.JETSPEC",
         },
         options={"by_cost": True, "dtype": AUTO},

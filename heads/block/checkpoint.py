@@ -9,7 +9,8 @@ layer i is the output of decoder layer i, from 0: the tap i + 1 of this project.
 fill_in. Published files do not all have it, and the wrong one costs nearly all acceptance without
 an error, so a folder without it is read only if the layout is given. DeepSpec's files have the keys
 of `dflash_config` at the top level, and copies of the target's embedding and lm_head, which are not
-read.
+read. DFlash2 adds the convolutions `layers.{i}.attention_conv` and `mlp_conv`, and the tensors of
+`candidate_selector`.
 """
 
 import re
@@ -21,11 +22,24 @@ import torch
 from decoding.models.draft_vocabulary import check_tokens
 from decoding.models.folder import WEIGHTS, load_state, read_json
 from heads.block.model import BlockHead
-from heads.block.read_config import LAYOUT_KEY, OPTIONS, PROJECTORS, SHIFT_KEY, read_head_config
-from heads.block.shape import ANCHOR_FIRST, CAUSAL, GRU, MARKOV, NONE, BlockConfig
+from heads.block.read_config import (
+    CONV_TAPS,
+    LAYOUT_KEY,
+    OPTIONS,
+    PROJECTORS,
+    RANKS,
+    SHIFT_KEY,
+    read_head_config,
+)
+from heads.block.shape import ANCHOR_FIRST, CAUSAL, GRU, MARKOV, NONE, SELECTOR, BlockConfig
 from training.heads import checkpoint
 
-_NAMES = {NONE: "DFlashDraftModel", MARKOV: "DSparkDraftModel", GRU: "DominoDraftModel"}
+_NAMES = {
+    NONE: "DFlashDraftModel",
+    MARKOV: "DSparkDraftModel",
+    GRU: "DominoDraftModel",
+    SELECTOR: "DFlash2DraftModel",
+}
 # copies of the target's weights in DeepSpec's files
 _COPIES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -43,10 +57,16 @@ class BlockLayout:
             "causal": shape.in_block_mask == CAUSAL,
             "projector_type": PROJECTORS[shape.correction],
         }
+        if shape.correction != NONE:
+            options[RANKS[shape.correction]] = shape.rank
         if shape.correction == MARKOV:
-            options |= {"markov_rank": shape.rank, "markov_head_type": "vanilla"}
+            options["markov_head_type"] = "vanilla"
+        if shape.correction == SELECTOR:
+            options["selector_top_k"] = shape.candidates
+        if shape.conv_taps:
+            options |= {CONV_TAPS: shape.conv_taps, "conv_group_size": shape.conv_group}
         if shape.correction == GRU:
-            options |= {"emb_dim": shape.rank, "gru_hidden_dim": shape.gru_size}
+            options["gru_hidden_dim"] = shape.gru_size
             options |= {"pure_draft_prefix_len": 1, SHIFT_KEY: shape.layout == ANCHOR_FIRST}
         if shape.confidence:
             options |= {"enable_confidence_head": True}
@@ -76,14 +96,20 @@ class BlockLayout:
 
     def stored_name(self, name: str) -> str:
         name = re.sub(r"^correction\.markov", "markov_head.markov", name)
+        name = re.sub(r"^correction\.(\w+cessor|hidden)_", r"candidate_selector.\1_", name)
         return re.sub(r"^confidence\.", "confidence_head.", name.removeprefix("correction."))
 
     def extensions(self, shape: BlockConfig) -> list[str]:
         found = []
         if shape.draft_vocab_size:
             found.append(f"a draft vocabulary of {shape.draft_vocab_size} tokens without lm_head")
-        if shape.confidence and shape.correction == GRU:
-            found.append("a confidence head that reads the features of a GRU")
+        if shape.confidence and shape.correction in (GRU, SELECTOR):
+            found.append(f"a confidence head that reads the features of a {shape.correction}")
+        if bool(shape.conv_taps) != (shape.correction == SELECTOR):
+            parts = ("convolution", "selector")[:: 1 if shape.conv_taps else -1]
+            found.append(f"a {parts[0]} without a {parts[1]}")
+        if shape.correction == SELECTOR and shape.layout == ANCHOR_FIRST:
+            found.append("a selector in blocks whose first slot predicts too")
         return found
 
 

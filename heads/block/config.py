@@ -15,12 +15,19 @@ class BlockOptions(HeadOptions):
     layout: str = "fill_in"
     # attention between the slots of a block: bidirectional | causal
     in_block_mask: str = "bidirectional"
-    # logits that depend on the tokens drafted before: none | markov (the last one) | gru (all)
+    # logits that depend on the tokens drafted before: none | markov (the last one) | gru (all) |
+    # selector (the last one, among the likeliest tokens)
     correction: str = "none"
     # rank of the correction
     rank: int = 256
     # correction=gru: size of its state
     gru_size: int = 512
+    # correction=selector: number of the likeliest tokens among which it selects
+    candidates: int = 16
+    # slots of a block that a convolution around attention and MLP mixes; 0: no convolution
+    conv_taps: int = 0
+    # channels that share the variable part of the convolution's weights
+    conv_group: int = 16
     # also predict each token's chance of acceptance, which may end drafts
     confidence: bool = False
     # decoder layers

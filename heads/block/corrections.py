@@ -6,15 +6,20 @@ few features f_k of h_k and of these tokens, and takes K small steps after the o
 backbone. The output layer of a corrected head is [lm_head | W] over [h_k ; f_k], so losses need no
 other form. W starts at zero: a new head drafts like one without a correction.
 
-Shapes: M drafts, H hidden size, E features of the correction, V drafted vocabulary.
+A selector corrects only the likeliest tokens of each slot, and no other token is drafted.
+
+Shapes: M drafts, H hidden size, E features of the correction, V drafted vocabulary, C
+candidates.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.block.shape import GRU, MARKOV, BlockConfig
+from heads.block.shape import GRU, MARKOV, SELECTOR, BlockConfig
+from training.heads.candidates import keep_listed
 
 Embed = Callable[[Tensor], Tensor]  # the target's embeddings (..., H) of token ids
 
@@ -34,6 +39,10 @@ class Correction(nn.Module):
     def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
         """Return the features f [M, E] of the backbone's states and the correction's state."""
         raise NotImplementedError
+
+    def correct(self, logits_MV: Tensor, features_ME: Tensor) -> Tensor:
+        """Return the backbone's logits [M, V] with the correction."""
+        return logits_MV + F.linear(features_ME, self.weight)
 
 
 class Markov(Correction):
@@ -96,9 +105,45 @@ class PrefixGRU(Correction):
         return found if depth else torch.zeros_like(found)
 
 
+class Selector(Correction):
+    """DFlash2's head: the logits <A[x] * W h, B[y]> of a token y after the last token x.
+
+    Only the likeliest tokens of a slot by its state h are candidates. B is the weight.
+    """
+
+    def __init__(self, shape: BlockConfig) -> None:
+        super().__init__()
+        self.candidates = shape.candidates
+        self.predecessor_codebook = nn.Parameter(torch.empty(shape.vocab_size, shape.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape.num_drafted, shape.rank))
+        self.hidden_projection = nn.Linear(shape.hidden_size, shape.rank, bias=False)
+        nn.init.normal_(self.predecessor_codebook, std=0.02)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.successor_codebook
+
+    def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
+        return F.embedding(tokens_M, self.predecessor_codebook)
+
+    def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
+        found = state_ME * self.hidden_projection(hidden_MH)
+        assert isinstance(found, Tensor)
+        return found
+
+    def correct(self, logits_MV: Tensor, features_ME: Tensor) -> Tensor:
+        candidates_MC = logits_MV.topk(min(self.candidates, logits_MV.shape[1])).indices
+        added_MC = torch.einsum("me,mce->mc", features_ME, self.weight[candidates_MC])
+        return keep_listed(logits_MV.scatter_add(1, candidates_MC, added_MC), candidates_MC)
+
+
 def make_correction(shape: BlockConfig) -> Correction | None:
     """Return a new correction of a head's shape, None if it has none."""
-    kinds: dict[str, type[Markov] | type[PrefixGRU]] = {MARKOV: Markov, GRU: PrefixGRU}
+    kinds: dict[str, Callable[[BlockConfig], Correction]] = {
+        MARKOV: Markov,
+        GRU: PrefixGRU,
+        SELECTOR: Selector,
+    }
     return kinds[shape.correction](shape) if shape.correction in kinds else None
 
 

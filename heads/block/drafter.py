@@ -222,7 +222,7 @@ class BlockDrafter:
             if correction is not None:
                 state = correction.advance(state, last_B, self._embed)
                 more_BE = correction.features(features_BE, state, depth)
-                logits_BV = logits_BV + F.linear(more_BE, correction.weight)
+                logits_BV = correction.correct(logits_BV, more_BE)
                 features_BE = torch.cat((features_BE, more_BE), 1)
             if self._stops and self.head.confidence is not None:
                 confidences.append(self.head.confidence(features_BE))

@@ -21,7 +21,7 @@ from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from heads.block.read_config import read_head_config
-from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, BlockConfig
+from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, SELECTOR, BlockConfig
 from jobs.paths import name_anywhere, resolve_model
 from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
@@ -67,6 +67,9 @@ class BlockKind(BlockPredictions, HeadKind):
             correction=options.correction,
             rank=0 if options.correction == NONE else options.rank,
             gru_size=options.gru_size if options.correction == GRU else 0,
+            candidates=options.candidates if options.correction == SELECTOR else 0,
+            conv_taps=options.conv_taps,
+            conv_group=options.conv_group if options.conv_taps else 0,
             confidence=options.confidence,
             norm_eps=sizes.norm_eps,
             rope_theta=float(sizes.rope["rope_theta"]),
@@ -99,6 +102,19 @@ class BlockKind(BlockPredictions, HeadKind):
             ),
             "head.rank": (1 <= options.rank <= MOST_RANK, f"1 to {MOST_RANK}"),
             "head.gru_size": (1 <= options.gru_size <= MOST_RANK, f"1 to {MOST_RANK}"),
+            "head.candidates": (
+                2 <= options.candidates <= shape.num_drafted,
+                f"2 to {shape.num_drafted}, the number of drafted tokens",
+            ),
+            "head.conv_taps": (
+                0 <= options.conv_taps <= shape.block_size,
+                f"1 to {shape.block_size}, the slots of a block, or 0 for no convolution",
+            ),
+            "head.conv_group": (
+                options.conv_group >= 1
+                and not (options.conv_taps and shape.hidden_size % options.conv_group),
+                f"a divisor of {shape.hidden_size}, the target's hidden size",
+            ),
             "head.num_layers": (1 <= options.num_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS}"),
             "head.num_taps": (options.num_taps >= 1, "1 or more"),
             "head.taps": (
@@ -134,6 +150,8 @@ class BlockKind(BlockPredictions, HeadKind):
 
     def describe(self, shape: BlockConfig) -> str:
         corrected = "" if shape.correction == NONE else f", {shape.correction} correction"
+        if shape.conv_taps:
+            corrected += f", convolution of {shape.conv_taps} slots"
         return (
             f"blocks of {shape.block_size} slots ({shape.layout}, {shape.in_block_mask}), "
             f"{shape.num_layers} layers, target layers {', '.join(map(str, shape.taps))}, mask "
@@ -197,4 +215,5 @@ def spread_taps(count: int, num_layers: int) -> Layers:
 DFLASH = BlockKind("dflash", "A block drafter (DFlash, arXiv 2602.06036)")
 DSPARK = BlockKind("dspark", "A block drafter with a Markov head (DSpark, arXiv 2607.05147)", True)
 DOMINO = BlockKind("domino", "A block drafter with a GRU (Domino, arXiv 2605.29707)", True)
+DFLASH2 = BlockKind("dflash2", "A block drafter with a selector (DFlash2, z-lab 2026)", True)
 JETSPEC = BlockKind("jetspec", "A causal block drafter (JetSpec, arXiv 2606.18394)", tree=True)

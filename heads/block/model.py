@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from decoding.models.native.attention import grouped_attention
 from decoding.models.native.rope import rotate
 from heads.block.confidence import Confidence
+from heads.block.convolution import BlockConvolution, run_between
 from heads.block.corrections import Correction, make_correction
 from heads.block.shape import CAUSAL, BlockConfig
 from heads.drafts_in_rows import slot_mask
@@ -80,12 +81,14 @@ class BlockLayer(nn.Module):
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+        self.attention_conv = BlockConvolution(config) if config.conv_taps else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_taps else None
 
     def forward(self, x_BNH: Tensor, join: JoinLayer, mask: Tensor, rope: Rope) -> Tensor:
-        x_BNH = x_BNH + self.self_attn(self.input_layernorm(x_BNH), join, mask, rope)
-        found = x_BNH + self.mlp(self.post_attention_layernorm(x_BNH))
-        assert isinstance(found, Tensor)
-        return found
+        attend = partial(self.self_attn, join=join, mask=mask, rope=rope)
+        x_BNH = x_BNH + run_between(self.attention_conv, attend, self.input_layernorm(x_BNH))
+        y_BNH = self.post_attention_layernorm(x_BNH)
+        return x_BNH + run_between(self.mlp_conv, self.mlp, y_BNH)
 
 
 class BlockHead(nn.Module):

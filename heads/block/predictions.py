@@ -15,12 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.block.corrections import features_of_text
+from heads.block.corrections import Selector, features_of_text
 from heads.block.model import BlockHead, after
 from heads.drafts_in_rows import group_by_row, visible_text
 from heads.layers import rope_at
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
+from training.heads.candidates import Candidates, choose_among
 from training.heads.positions import Positions
 from training.heads.predicting import (
     Choose,
@@ -71,6 +72,12 @@ class BlockPredictions(PredictingHead):
         features_MKE = features_of_text(head.correction, hidden_MKH, tokens_MK, states.embed)
         return torch.cat((hidden_MKH[:, :depths], features_MKE), 2)[where.draft_N, where.head_N]
 
+    def candidates(self, head: BlockHead) -> Candidates | None:
+        correction = head.correction
+        if not isinstance(correction, Selector):
+            return None
+        return Candidates(correction.candidates, head.config.hidden_size)
+
     def chance_logits(self, head: BlockHead, features_NE: Tensor) -> Tensor | None:
         return None if head.confidence is None else head.confidence(features_NE)
 
@@ -98,6 +105,7 @@ class BlockPredictions(PredictingHead):
     ) -> Tensor:
         """Return the ids [M, count] of the chains that follow from the backbone's states."""
         (weight_VE,) = self.outputs(head, states)
+        candidates = self.candidates(head)
         tokens, state = tips_M, None
         drafted = []
         for depth in range(count):
@@ -106,7 +114,10 @@ class BlockPredictions(PredictingHead):
                 state = head.correction.advance(state, tokens, states.embed)
                 more_ME = head.correction.features(features_ME, state, depth)
                 features_ME = torch.cat((features_ME, more_ME), 1)
-            tokens = choose(features_ME, weight_VE, depth)
+            if candidates is None:
+                tokens = choose(features_ME, weight_VE, depth)
+            else:
+                tokens = choose_among(choose, candidates, features_ME, weight_VE, depth)
             if head.token_ids_V is not None:
                 tokens = head.token_ids_V[tokens]
             drafted.append(tokens)

@@ -17,6 +17,7 @@ from heads.block.shape import (
     LAYOUTS,
     MARKOV,
     NONE,
+    SELECTOR,
     BlockConfig,
 )
 from training.heads import checkpoint
@@ -24,14 +25,18 @@ from training.heads import checkpoint
 OPTIONS = "dflash_config"
 LAYOUT_KEY = "sample_from_anchor"
 SHIFT_KEY = "shift_label"  # the same in Domino's files
-PROJECTORS = {NONE: "dflash", MARKOV: "dspark", GRU: "domino"}
-RANKS = {MARKOV: "markov_rank", GRU: "emb_dim"}
+PROJECTORS = {NONE: "dflash", MARKOV: "dspark", GRU: "domino", SELECTOR: "dflash2"}
+RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
+CONV_TAPS = "conv_kernel_size"
 # values of keys that change a head's layers, of which others are not read
 ONLY = (
     ("use_swa", False),
     ("attention_sink_bias", False),
     ("markov_head_type", "vanilla"),
     ("pure_draft_prefix_len", 1),
+    ("input_embedding_scale", 1),
+    ("output_multiplier", 1),
+    ("final_logit_softcapping", None),
     ("hidden_act", "silu"),
     ("rope_scaling", None),
 )
@@ -60,6 +65,8 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         correction=correction,
         rank=reader.size(RANKS[correction]) if correction in RANKS else 0,
         gru_size=reader.size("gru_hidden_dim") if correction == GRU else 0,
+        candidates=reader.size("selector_top_k") if correction == SELECTOR else 0,
+        **reader.convolution(),
         confidence=reader.confidence(correction),
         norm_eps=reader.number("rms_norm_eps"),
         rope_theta=reader.number("rope_theta"),
@@ -150,11 +157,21 @@ class _Reader:
     def correction(self) -> str:
         kind = self.options.get("projector_type")
         if kind is None:
-            kind = PROJECTORS[MARKOV if RANKS[MARKOV] in self.options else NONE]
+            named = [each for each in (MARKOV, SELECTOR) if RANKS[each] in self.options]
+            kind = PROJECTORS[named[0] if named else NONE]
         for correction, name in PROJECTORS.items():
             if kind == name:
                 return correction
         raise self._error("projector_type", kind, f"one of {', '.join(PROJECTORS.values())}")
+
+    def convolution(self) -> dict[str, int]:
+        """Return the fields of the convolution; empty if the head has none."""
+        if self.found(CONV_TAPS) is None:
+            return {}
+        group, channels = self.size("conv_group_size"), self.size("hidden_size")
+        if channels % group:
+            raise self._error("conv_group_size", group, f"a divisor of hidden_size {channels}")
+        return {"conv_taps": self.size(CONV_TAPS), "conv_group": group}
 
     def layout(self, given: str | None) -> str:
         """Return the layout in the file, or the given one if the file has none."""

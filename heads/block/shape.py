@@ -7,8 +7,8 @@ LAYOUTS = (FILL_IN, ANCHOR_FIRST)
 BIDIRECTIONAL, CAUSAL = "bidirectional", "causal"
 MASKS = (BIDIRECTIONAL, CAUSAL)
 # of the logits: heads/block/corrections.py
-NONE, MARKOV, GRU = "none", "markov", "gru"
-CORRECTIONS = (NONE, MARKOV, GRU)
+NONE, MARKOV, GRU, SELECTOR = "none", "markov", "gru", "selector"
+CORRECTIONS = (NONE, MARKOV, GRU, SELECTOR)
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class BlockConfig:
     correction: str = NONE
     rank: int = 0  # of the correction
     gru_size: int = 0  # of a GRU's state
+    candidates: int = 0  # tokens among which a selector selects
+    conv_taps: int = 0  # slots that a convolution mixes; 0: no convolution
+    conv_group: int = 0  # channels that share the variable part of its weights
     confidence: bool = False  # predicts each token's chance of acceptance
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0

@@ -30,8 +30,7 @@ from training.heads.evaluation import GreedyChain
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
-from training.heads.predicting import PredictingHead
-from training.losses.chunked import Outputs
+from training.heads.predicting import PredictingHead, output_layers
 from training.models.build import build_llama
 from training.objectives import freeze
 
@@ -113,6 +112,7 @@ class Wrapped:
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
+        self.candidates = kind.candidates
         self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
         self.target_depths, self.runs_target = kind.target_depths, kind.runs_target
 
@@ -168,7 +168,7 @@ def predict(
     if states_PC is None:
         states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
-    outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
+    outputs = output_layers(kind, head, states, where)
     q_NV = torch.softmax(outputs.logits(features_NE, 0, len(features_NE)), dim=-1)
     if head.token_ids_V is not None:
         whole_NV = q_NV.new_zeros(len(q_NV), states.vocab_size)

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoding.interfaces import Drafter
 from heads.block.drafter import BlockDrafter
-from heads.block.kind import DFLASH, DOMINO, DSPARK, JETSPEC
+from heads.block.kind import DFLASH, DFLASH2, DOMINO, DSPARK, JETSPEC
 from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
@@ -156,6 +156,23 @@ HEAD_ROWS = [
     eagle("eagle3 with a normalized residual", norm_before_residual=True),
     block("dflash", DFLASH),
     block("jetspec", JETSPEC, in_block_mask="causal"),
+    block(
+        "dflash2",
+        DFLASH2,
+        correction="selector",
+        rank=6,
+        candidates=5,
+        conv_taps=2,
+        conv_group=4,
+    ),
+    block(
+        "dflash2 with a draft vocabulary",
+        DFLASH2,
+        correction="selector",
+        rank=6,
+        candidates=5,
+        draft_vocab_size=20,
+    ),
     block("domino", DOMINO, layout="anchor_first", correction="gru", rank=6, gru_size=5),
     block("dflash with a draft vocabulary", DFLASH, draft_vocab_size=20),
     block("dspark", DSPARK, layout="anchor_first", correction="markov", rank=6, confidence=True),

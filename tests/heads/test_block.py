@@ -38,7 +38,10 @@ from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import positions
 
-LATER = [pytest.param(name, marks=pytest.mark.long) for name in ("dflash", "domino", "jetspec")]
+LATER = [
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ("dflash", "domino", "dflash2", "jetspec")
+]
 SIZES = {"vocab_size": 61, "hidden_size": 16, "target_layers": 4}
 
 

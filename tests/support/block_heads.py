@@ -84,6 +84,30 @@ def corrected_block(target: Target, draft_model: Target, confidence: bool = Fals
     return head.to(target.device)
 
 
+def selecting_block(target: Target, draft_model: Target) -> BlockHead:
+    """Return a block drafter whose selector holds the draft model's logits after each token.
+
+    On a bigram target they are the whole of its logits: every drafting slot has the mask token's
+    state, whose logits are nearly zero, so all tokens are candidates.
+    """
+    V = target.vocab_size
+    fields = {"correction": "selector", "rank": V, "candidates": V, "conv_taps": 2, "conv_group": 1}
+    head = random_block(sizes_of(target), num_layers=1, **fields)
+    logits_VV, _ = after_each(draft_model, torch.arange(V, device=draft_model.device))
+    if target.name == "last word":
+        layer: Any = head.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        head.norm.weight.fill_(1e-6)
+        mask_H = target.embed(torch.tensor(head.config.mask_token_id)).to("cpu", torch.float64)
+        state_H = head.norm(mask_H)
+        weights = dict(head.correction.named_parameters()) if head.correction is not None else {}
+        weights["predecessor_codebook"].copy_(torch.eye(V))
+        weights["successor_codebook"].copy_(logits_VV.T)
+        weights["hidden_projection.weight"].copy_((state_H / state_H.norm() ** 2).expand(V, -1))
+    return head.to(target.device)
+
+
 @torch.inference_mode()
 def block_of(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
     """Return a block drafter without a correction.

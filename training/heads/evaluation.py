@@ -26,10 +26,10 @@ from decoding.costs.prediction import Costs
 from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.positions import Positions, positions
-from training.heads.predicting import Context, DraftStarts, PredictingHead
+from training.heads.predicting import Context, DraftStarts, PredictingHead, output_layers
 from training.held_out.rounds import Rounds, match_survival, walk
 from training.held_out.speedup import SpeedupPrediction
-from training.losses.chunked import CHUNK, Outputs
+from training.losses.chunked import CHUNK
 
 Evaluation = Callable[[], dict[str, float]]
 
@@ -201,21 +201,20 @@ class HeadAccuracy:
     ) -> None:
         self.kind, self.head, self.states = kind, head, states
         self.heads, self.top_k, self._device = heads, top_k, device
-        self._several = len(kind.outputs(head, states)) > 1
+        several = len(kind.outputs(head, states)) > 1
         self._fixed = _FixedBatches(
-            states, samples, heads, max_length, device, self._several, kind.reads_context
+            states, samples, heads, max_length, device, several, kind.reads_context
         )
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        weights = self.kind.outputs(self.head, self.states)
         right_Kk = torch.zeros(self.heads, self.top_k, device=self._device)
         counts_K = torch.zeros(self.heads)
         for number, (batch, where) in enumerate(self._fixed.batches):
             features_NE = self.kind.features(
                 self.head, self.states, batch, where, self._fixed.states(number)
             )
-            outputs = Outputs(weights, where.heads if self._several else None)
+            outputs = output_layers(self.kind, self.head, self.states, where)
             for start in range(0, len(features_NE), CHUNK):
                 end = min(start + CHUNK, len(features_NE))
                 logits_CV = outputs.logits(features_NE, start, end)

@@ -8,11 +8,13 @@ continuations instead of the text, at the same positions. In on-policy rows the 
 tokens, and the target's distribution after them is the reference (training/heads/on_policy.py).
 Gradients reach the head, not the target.
 
+A head that drafts from a list of candidates has two losses: among them, and of the features from
+which the list comes (training/heads/candidates.py).
+
 Shapes: E features, H hidden size, K heads, N predictions of all heads, P positions of the target
 that are read, S states from which it predicts, V drafted vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from training.bounds import Place
 from training.data.packing import PackedBatch, Rows
 from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
+from training.heads.candidates import Against, Predictions, among_candidates
 from training.heads.loss_config import D_PACE, HeadLossConfig, num_continued_tokens
 from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import Positions, positions
@@ -136,31 +139,59 @@ class HeadObjective(StaticObjective):
         for a loss that does not read them.
         """
         loss, states, heads = self.loss, self.states, self.depths
-        weights = self.kind.outputs(self.head, states)
         features_NE = self.kind.features(
             self.head, states, batch, where, states.select_taps(states_PC)
         )
-        outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
-        against = self._reference(final_SH, where)
-        tokens = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
-        rows = reference_rows(loss, tokens)
         logits_N = self.kind.chance_logits(self.head, features_NE)
+        drafted, first = self._predictions(features_NE, where, self._reference(final_SH, where))
         chances_N = None
         if loss.depth_weights == D_PACE or logits_N is not None:
-            chances_N = chunked_chances(features_NE, outputs, acceptance_rows(loss), against)
+            chances_N = chunked_chances(
+                drafted.features_NE, drafted.outputs, acceptance_rows(loss), drafted.against
+            )
         weights_N = self._weights(where, chances_N, widen(features_NE).dtype)
-        total, sums = chunked_by_head(
-            features_NE, outputs, rows, against, where.head_N, heads, weights_N
-        )
+        total, sums = self._sum(drafted, where, weights_N)
+        if first is not None:
+            more, of_first = self._sum(first, where, weights_N)
+            # the metrics are those of the drafted tokens
+            total, sums = total + more, sums + F.pad(of_first[heads:], (heads, 0))
         if logits_N is not None and chances_N is not None:
             total = total + F.binary_cross_entropy_with_logits(
                 widen(logits_N), chances_N, weights_N, reduction="sum"
             )
         return total * where.scale, sums * where.scale
 
-    def _reference(
-        self, final_SH: Tensor | None, where: Positions
-    ) -> Callable[[int, int], Reference]:
+    def _predictions(
+        self, features_NE: Tensor, where: Positions, against: Against
+    ) -> tuple[Predictions, Predictions | None]:
+        """Return the predictions from which tokens are drafted, and those of their candidates.
+
+        The latter are None for a head without candidates.
+        """
+        weights, candidates = (
+            self.kind.outputs(self.head, self.states),
+            self.kind.candidates(self.head),
+        )
+        if candidates is None:
+            layers = where.heads if len(weights) > 1 else None
+            return Predictions(features_NE, Outputs(weights, layers), against), None
+        (weight_VE,) = weights
+        first_NE, first_VE = features_NE[:, : candidates.features], candidates.split(weight_VE)[0]
+        return (
+            among_candidates(candidates, features_NE, weight_VE, against),
+            Predictions(first_NE, Outputs([first_VE]), against),
+        )
+
+    def _sum(self, part: Predictions, where: Positions, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted loss of predictions, and their sums by head [2 K]."""
+        listed = self.indices_V is not None or self.kind.candidates(self.head) is not None
+        tokens = listed_cross_entropy_rows if listed else cross_entropy_rows
+        rows = reference_rows(self.loss, tokens)
+        return chunked_by_head(
+            part.features_NE, part.outputs, rows, part.against, where.head_N, self.depths, weights_N
+        )
+
+    def _reference(self, final_SH: Tensor | None, where: Positions) -> Against:
         """Return a function from predictions [start, end) to what they learn."""
         labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
         if final_SH is None:

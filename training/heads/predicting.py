@@ -12,7 +12,9 @@ from torch import Tensor
 
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
+from training.heads.candidates import Candidates, RestrictedOutputs
 from training.heads.positions import Positions
+from training.losses.chunked import Outputs
 from training.losses.heads import chunked_argmax
 
 # chooses a token of each draft, as indices [M] of the logits, from features [M, E], output weights
@@ -93,6 +95,13 @@ class PredictingHead(Protocol):
         """
         ...
 
+    def candidates(self, head: Any) -> Candidates | None:
+        """Return how the head restricts a prediction to its likeliest tokens; None: to no list.
+
+        A head with candidates has a single output layer.
+        """
+        return None
+
     def chance_logits(self, head: Any, features_NE: Tensor) -> Tensor | None:
         """Return the logits [N] of each prediction's chance of acceptance; None: not predicted."""
         return None
@@ -112,6 +121,14 @@ class PredictingHead(Protocol):
         tokens.
         """
         ...
+
+
+def output_layers(
+    kind: PredictingHead, head: Any, states: TargetStates, where: Positions
+) -> Outputs:
+    """Return the output layers of a batch's predictions, with the logits that are drafted from."""
+    weights, candidates = kind.outputs(head, states), kind.candidates(head)
+    return RestrictedOutputs(weights, where.heads if len(weights) > 1 else None, candidates)
 
 
 def count_depths(kind: PredictingHead, drafted: int) -> int:

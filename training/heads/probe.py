@@ -25,12 +25,13 @@ from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
 from training.features.taps import Layers
 from training.heads.positions import Positions, positions
-from training.heads.predicting import PredictingHead
-from training.losses.chunked import CHUNK, Outputs
+from training.heads.predicting import PredictingHead, output_layers
+from training.losses.chunked import CHUNK
 
 DEPTHS = 2  # drafted tokens that are compared, if a head drafts as many
 SHIFTS = (-1, 0, 1)  # of the taps, in layers, and of the predicted token, in places
 LEAST = 30  # predictions that are compared
+LEAST_LOG_Q = -20.0  # of a token that a head with candidates cannot draft
 LEAST_GAIN = (
     0.05  # nats by which a reading of another layout is better; a neighbouring layer may gain less
 )
@@ -188,7 +189,7 @@ def _predict(
     where = positions(batch, depths, False, grouped=several, context=kind.reads_context)
     states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
-    outputs = Outputs(kind.outputs(head, states), where.heads if several else None)
+    outputs = output_layers(kind, head, states, where)
     tokens_NS, whole_N = _tokens(batch, where)
     indices_NS = tokens_NS
     if head.token_ids_V is not None:
@@ -200,7 +201,7 @@ def _predict(
         end = min(start + CHUNK, len(features_NE))
         logits_NV = outputs.logits(features_NE, start, end)
         chosen_NS = indices_NS[start:end].clamp_min(0)
-        log_q_NV = logits_NV.log_softmax(dim=-1)
+        log_q_NV = logits_NV.log_softmax(dim=-1).clamp_min(LEAST_LOG_Q)
         least_N1 = log_q_NV.amin(dim=-1, keepdim=True)
         log_q.append(log_q_NV.gather(1, chosen_NS).where(known_NS[start:end], least_N1))
         right.append((log_q_NV.argmax(dim=-1, keepdim=True) == chosen_NS) & known_NS[start:end])

@@ -9,6 +9,7 @@ from tests.support.block_heads import (
     block_of,
     corrected_block,
     random_block,
+    selecting_block,
 )
 
 ROWS = [
@@ -61,6 +62,22 @@ ROWS = [
             stop_below=0.4,
         ),
         slow=True,
+    ),
+    DrafterRow(
+        "dflash2",
+        make=lambda kit: BlockDrafter(head=selecting_block(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(
+                LAW_3_SIZES,
+                2.0,
+                correction="selector",
+                rank=4,
+                candidates=3,
+                conv_taps=2,
+                conv_group=4,
+            )
+        ),
     ),
     DrafterRow(
         "block_tree",
