@@ -77,6 +77,13 @@ DRAFTERS = {
         trained="heads.eagle.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),
+    "p_eagle": DrafterEntry(
+        "heads.eagle.parallel.ParallelEagleDrafter",
+        "folder",
+        architectures=("PeagleLlamaForCausalLM",),
+        trained="heads.eagle.kind.PARALLEL",
+        options={"by_cost": True, "dtype": AUTO},
+    ),
     "block": DrafterEntry(
         "heads.block.drafter.BlockDrafter",
         "folder",

@@ -10,11 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter
 from decoding.models.native.weights import NativeConfig
-from decoding.models.text.mask_token import choose_mask_token
-from decoding.models.text.tokenizer import load_tokenizer
 from heads.block.checkpoint import LAYOUT, load_head
 from heads.block.config import BlockOptions, BlockTrainConfig
 from heads.block.drafter import BlockDrafter
@@ -22,9 +19,10 @@ from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from heads.block.read_config import read_head_config
 from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, SELECTOR, BlockConfig
-from jobs.paths import name_anywhere, resolve_model
+from jobs.paths import name_anywhere
 from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
+from training.heads.build import mask_token_of
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
@@ -56,7 +54,7 @@ class BlockKind(BlockPredictions, HeadKind):
             target_layers=sizes.num_layers,
             taps=tuple(options.taps) or spread_taps(options.num_taps, sizes.num_layers),
             block_size=config.loss.predict_n_tokens + (options.layout == FILL_IN),
-            mask_token_id=_mask_token(config, target),
+            mask_token_id=mask_token_of(config.target.path, options.mask_token_id, target),
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
@@ -188,15 +186,6 @@ class BlockKind(BlockPredictions, HeadKind):
             remarks="One pass drafts a whole block. `shape=tree` drafts a tree of the likeliest "
             "tokens from it, for heads without a correction.",
         )
-
-
-def _mask_token(config: BlockTrainConfig, target: Any) -> int:
-    """Return the mask token that was asked for, or one that no text has."""
-    folder = resolve_model(config.target.path)
-    tokenizer = load_tokenizer(folder)
-    special = (*stop_tokens(folder, tokenizer), target.pad_token_id, target.bos_token_id)
-    asked, size = config.head.mask_token_id, target.vocab_size
-    return choose_mask_token("head.mask_token_id", asked, tokenizer, size, special)
 
 
 def spread_taps(count: int, num_layers: int) -> Layers:

@@ -76,6 +76,31 @@ class HeadCache:
 
     def start(self, sequences_B: Tokens) -> Tensor:
         """Begin drafts after these texts; return the logits (B, V) of their next tokens."""
+        tips_B1 = self._begin_after(sequences_B)
+        return self.run(tips_B1, torch.full_like(tips_B1, -1))[:, 0]
+
+    def draft_in_one_pass(self, sequences_B: Tokens, count: int) -> Tensor:
+        """Draft `count` tokens after these texts; return their logits (B, count, V)."""
+        return self._run_masked(self._begin_after(sequences_B), count)
+
+    def time_pass(self, count: int) -> None:
+        """Run a pass for timing, after which no draft is open."""
+        tips_B1 = torch.zeros(len(self.lengths_B), 1, dtype=torch.long, device=self.device)
+        self._begin(self._tip_B1H)
+        self._run_masked(tips_B1, count)
+        self._begin(self._tip_B1H)
+
+    def _run_masked(self, tips_B1: Tensor, count: int) -> Tensor:
+        """Add the tips and mask elements to the draft; return the logits (B, count, V)."""
+        masks_BM = tips_B1.new_full((1, 1), self.head.config.mask_token_id)
+        masks_BM = masks_BM.expand(len(tips_B1), count - 1)
+        parents_BN = torch.arange(-1, count - 1, device=self.device).expand(len(tips_B1), count)
+        states_BMH = self.head.mask_state_H.expand(*masks_BM.shape, -1)
+        hidden_BNH = torch.cat((self._tip_B1H, states_BMH), 1)
+        return self._run(torch.cat((tips_B1, masks_BM), 1), hidden_BNH, parents_BN)
+
+    def _begin_after(self, sequences_B: Tokens) -> Tensor:
+        """Begin drafts after these texts; return the tips (B, 1)."""
         self.read(sequences_B)
         tips = [text[-1:] for text in sequences_B]
         places = [[max(len(text) - 2, 0)] for text in sequences_B]
@@ -84,15 +109,19 @@ class HeadCache:
             devices.tensor(each, self.device) for each in (tips, places, has_state)
         )
         self._begin(self._at(self._states_BTH, places_B1) * has_B11)
-        return self.run(tips_B1, torch.full_like(tips_B1, -1))[:, 0]
+        return tips_B1
 
     def run(self, tokens_BP: Tensor, parents_BP: Tensor) -> Tensor:
         """Add nodes to the draft; return the logits (B, P, V) of their next tokens.
 
         parents_BP: indices of nodes of the draft, of which the first, 0, is the tip; -1 for it.
         """
-        P, config = tokens_BP.shape[1], self.head.config
         hidden_BPH = self._at(torch.cat((self._tip_B1H, self._outputs_BNH), 1), parents_BP + 1)
+        return self._run(tokens_BP, hidden_BPH, parents_BP)
+
+    def _run(self, tokens_BP: Tensor, hidden_BPH: Tensor, parents_BP: Tensor) -> Tensor:
+        """Return `run` for nodes with these states."""
+        P, config = tokens_BP.shape[1], self.head.config
         self._parents_BN = torch.cat((self._parents_BN, parents_BP), 1)
         N = self._parents_BN.shape[1]
         end = max(self.lengths_B) + N

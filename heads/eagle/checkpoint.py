@@ -6,6 +6,9 @@ tensors are `midlayer.*` (or `layers.0.*`), `fc.weight`, `norm.weight`, `lm_head
 (whether a token is drafted), which SpecForge and the original repository write too. Servers take
 the embedding from the target, which trains frozen in all of them, so a stored one is not read.
 
+A head that drafts in one pass has `mask_hidden` too, its mask token as `pard_token`, and the number
+of tokens that it was trained to draft as `num_parallel_tokens`, which servers do not read.
+
 Layers are numbered in two ways. At the top level, where vLLM reads them, number i is Hugging Face's
 hidden_states[i]. In `eagle_config`, where SGLang and SpecForge read the same key, it is the output
 of layer i, which is hidden_states[i + 1]. Both are written. `taps`, with `taps_convention` beside
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, ids_of
 from decoding.models.folder import WEIGHTS, load_state, read_config
@@ -29,7 +33,8 @@ from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted, read
 from training.heads import checkpoint
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL)
 CONVENTION = "hidden_states"  # layer k is Hugging Face's hidden_states[k]
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 # fields of config.json that this head has with one value only
@@ -50,7 +55,12 @@ class ServedLayout:
         rope = dict(shape.rope)
         theta = rope.pop("rope_theta")
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [architecture(shape)],
+            **(
+                {MASK_TOKEN: shape.mask_token_id, TRAINED_TOKENS: shape.parallel}
+                if shape.parallel
+                else {}
+            ),
             "model_type": "llama",
             **{key: value for key, value in _FIXED.items() if key != "norm_before_fc"},
             "vocab_size": shape.vocab_size,
@@ -87,6 +97,11 @@ class ServedLayout:
 
 
 LAYOUT = ServedLayout()
+
+
+def architecture(shape: EagleConfig) -> str:
+    """Return the name by which servers know a head."""
+    return PARALLEL if shape.parallel else ARCHITECTURE
 
 
 def load_head(
@@ -174,6 +189,10 @@ def read_head_config(folder: Path) -> EagleConfig:
             f"config.json that was written with these weights."
         )
     V, drafted = sizes.pop("vocab_size"), sizes.pop("draft_vocab_size")
+    if PARALLEL in found:
+        checkpoint.check_size(file, TRAINED_TOKENS, values.get(TRAINED_TOKENS), 2)
+        checkpoint.check_size(file, MASK_TOKEN, values.get(MASK_TOKEN), 0, V - 1)
+        sizes |= {"parallel": values[TRAINED_TOKENS], "mask_token_id": values[MASK_TOKEN]}
     return EagleConfig(
         vocab_size=V,
         draft_vocab_size=0 if drafted == V else drafted,

@@ -24,12 +24,15 @@ class EagleOptions(HeadOptions):
     norm_output: bool = True
     # the attention adds to the normalized state, not to the state itself
     norm_before_residual: bool = False
+    # head=p_eagle: id of the token of mask elements, which no text has; null: an unused or reserved
+    # one
+    mask_token_id: int | None = None
     # initial output layer: lm_head (the target's) | random
     start: str = "lm_head"
 
 
 @dataclass
 class EagleTrainConfig(HeadJobConfig):
-    """An EAGLE-3 head (arXiv 2503.01840) for the frozen target."""
+    """An EAGLE-3 head (arXiv 2503.01840) or P-EAGLE head (2602.01469) for the frozen target."""
 
     head: EagleOptions = field(default_factory=EagleOptions)

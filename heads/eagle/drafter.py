@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.ranked import RankedTree
+from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
     Chooser,
@@ -49,6 +50,8 @@ class EagleDrafter(RankedTree):
     or argument.
     """
 
+    one_pass = False  # drafts of heads with mask elements: heads/eagle/parallel.py
+
     def __init__(
         self,
         folder: str | Path | None = None,
@@ -67,6 +70,12 @@ class EagleDrafter(RankedTree):
         head = load_to_draft(folder, head, load_head, dtype, device, execution)
         name = choose_name(name, folder, "eagle3")
         check_draft(name, shape, max_nodes)
+        if bool(head.config.parallel) != self.one_pass:
+            wrong, right = ("eagle3", "p_eagle")[:: -1 if self.one_pass else 1]
+            raise UserError(
+                f"drafter '{name}': use is '{wrong}', but its head was trained to draft "
+                f"{'a token a step' if self.one_pass else 'in one pass'}. Use `use: {right}`."
+            )
         self.cache, self.config = HeadCache(head, name), head.config
         # The base classes' uses of `model` are overridden, except those that HeadCache supports.
         super().__init__(

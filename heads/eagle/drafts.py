@@ -66,6 +66,14 @@ class Drafts:
         features_MH, self.hidden_MH = self.head.step(self.hidden_MH, mixed_MQD)
         return features_MH
 
+    def advance_masked(self, embedded_H: Tensor) -> Tensor:
+        """Add a mask element to each draft; return the lm_head's inputs [M, H].
+
+        embedded_H: embedding of the mask token.
+        """
+        self.hidden_MH = self.head.mask_state_H.expand_as(self.hidden_MH)
+        return self.advance(embedded_H.expand_as(self.hidden_MH))
+
     def _attend(self, q_MQD: Tensor) -> Tensor:
         """Return the mixed values [M, Q, D] of the texts' elements and the drafts' own."""
         own_keys, own_values = (torch.stack(each, 2) for each in zip(*self._own))

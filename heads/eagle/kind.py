@@ -1,4 +1,4 @@
-"""EAGLE-3 as a kind of trained head (training/heads/kind.py)."""
+"""EAGLE-3 and P-EAGLE as kinds of trained heads (training/heads/kind.py)."""
 
 import json
 import shlex
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from heads.eagle.checkpoint import LAYOUT, load_head, read_head_config
+from heads.eagle.checkpoint import LAYOUT, architecture, load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
+from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
 from jobs.paths import name_anywhere
 from training.features.taps import Layers
+from training.heads.build import mask_token_of
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
@@ -27,9 +29,12 @@ STARTS = ("lm_head", "random")
 class EagleKind(EaglePredictions, HeadKind):
     """EAGLE-3 heads as a kind of trained head."""
 
-    name, reads_tokens = "eagle3", True
     config: type[HeadJobConfig] = EagleTrainConfig
     layout: FolderLayout = LAYOUT
+
+    def __init__(self, name: str, parallel: bool) -> None:
+        """Name the kind. parallel: whether its heads draft in one pass."""
+        self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
 
     def shape(self, config: EagleTrainConfig, target: Any) -> EagleConfig:
         options, widths = config.head, target_widths(target)
@@ -48,6 +53,10 @@ class EagleKind(EaglePredictions, HeadKind):
             fc_norm=options.fc_norm,
             norm_output=options.norm_output,
             norm_before_residual=options.norm_before_residual,
+            parallel=config.loss.predict_n_tokens if self.parallel else 0,
+            mask_token_id=mask_token_of(config.target.path, options.mask_token_id, target)
+            if self.parallel
+            else 0,
         )
 
     def read_shape(self, folder: Path) -> EagleConfig:
@@ -67,7 +76,13 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def rules(self, config: EagleTrainConfig, shape: EagleConfig) -> dict[str, tuple[bool, str]]:
         options, V = config.head, shape.vocab_size
+        tokens = config.loss.predict_n_tokens if self.parallel else 0
         return {
+            "head.path": (
+                shape.parallel == tokens,
+                f"a folder of head={self.name} whose passes draft {tokens} tokens "
+                f"(loss.predict_n_tokens; 0: a token a step), not {shape.parallel}",
+            ),
             "head.start": (options.start in STARTS, f"one of {', '.join(STARTS)}"),
             "head.taps": (
                 len(set(options.taps)) == len(options.taps),
@@ -95,37 +110,50 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def describe(self, shape: EagleConfig) -> str:
         layers = ", ".join(map(str, shape.taps))
-        return f"one decoder layer on the target's hidden states {layers}"
+        passes = f", {shape.parallel} tokens a pass" if shape.parallel else ""
+        return f"one decoder layer on the target's hidden states {layers}{passes}"
 
     def drafter(
         self, head: EagleHead, shape: EagleConfig, config: EagleTrainConfig, sampled: bool
     ) -> Drafter:
+        if self.parallel:
+            return ParallelEagleDrafter(head=head)
         return EagleDrafter(head=head, children="sampled" if sampled else "top_k")
 
     def chain_drafter(self, head: EagleHead) -> Drafter:
+        if self.parallel:
+            return ParallelEagleDrafter(head=head)
         return EagleDrafter(head=head, shape="chain")
 
     def drafting(self, config: EagleTrainConfig) -> DraftingSetup:
+        if self.parallel:
+            return DraftingSetup("of a chain", "chain_block_efficiency")
         return DraftingSetup("with a ranked tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
-        speculative = {"method": "eagle3", "model": ".", "num_speculative_tokens": 3}
+        speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
+        speculative["num_speculative_tokens"] = shape.parallel or 3
+        paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
+        if shape.parallel:
+            speculative["parallel_drafting"] = True
+            paper, drafts = "A P-EAGLE head (arXiv 2602.01469)", "the length of the chain"
         option = f"--speculative-config '{json.dumps(speculative)}'"
         return ReadmeParts(
-            tag="eagle3",
-            title="An EAGLE-3 head (arXiv 2503.01840)",
+            tag=self.name,
+            title=paper,
             form=self.describe(shape),
             reads="hidden states and embedding",
-            layout="the published layout (LlamaForCausalLMEagle3), not yet run in a server",
+            layout=f"the published layout ({architecture(shape)}), not yet run in a server",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
                 f"vllm serve {target} {option}",
             ),
-            remarks="Measured costs choose the size of the tree. vLLM drafts a chain. `taps` in "
+            remarks=f"Measured costs choose {drafts}. vLLM drafts a chain. `taps` in "
             "config.json numbers layers as Hugging Face's hidden_states, as does vLLM's key at the "
             "top level; that of SGLang, in `eagle_config`, has the same layers by their outputs.",
         )
 
 
-KIND = EagleKind()
+KIND = EagleKind("eagle3", parallel=False)
+PARALLEL = EagleKind("p_eagle", parallel=True)

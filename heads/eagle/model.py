@@ -7,6 +7,9 @@ drafted token; its position is one higher. The embedding is the target's. Each t
 normalized before the map (`fc_norm`), and the output before it is fed back (`norm_output`), as in
 EAGLE-3.1 (arXiv 2605.09992).
 
+A head that drafts in parallel (P-EAGLE, arXiv 2602.01469) has mask elements in place of all later
+ones: learned states take the place of the target's, and a mask token that of the drafted one.
+
 Parameters have the names of the published files (heads/eagle/checkpoint.py).
 
 Shapes: X any dimensions, C channels of all taps, H hidden size, Q query heads, K key/value heads,
@@ -57,6 +60,8 @@ class EagleConfig:
     fc_norm: bool = True
     norm_output: bool = True
     norm_before_residual: bool = False
+    parallel: int = 0  # tokens that one pass drafts, from mask elements; 0: a token a step
+    mask_token_id: int = 0  # of mask elements
 
     @property
     def num_drafted(self) -> int:
@@ -157,6 +162,7 @@ class EagleHead(nn.Module):
     # target is drafted
     d2t: Tensor | None
     t2d: Tensor | None
+    mask_hidden: nn.Parameter | None  # in place of the tapped states of a mask element
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -168,6 +174,8 @@ class EagleHead(nn.Module):
         self.fc_norm = nn.ModuleList(norms)
         self.norm = nn.RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, V, bias=False)
+        masks = torch.randn(1, 1, config.num_taps * H) if config.parallel else None
+        self.mask_hidden = None if masks is None else nn.Parameter(masks)
         few = bool(config.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(V, dtype=torch.long) if few else None)
         self.register_buffer("t2d", torch.arange(config.vocab_size) < V if few else None)
@@ -201,6 +209,12 @@ class EagleHead(nn.Module):
         found = self.fc(taps_XC)
         assert isinstance(found, Tensor)
         return found
+
+    @property
+    def mask_state_H(self) -> Tensor:
+        """The state g of a mask element."""
+        assert self.mask_hidden is not None
+        return self.fuse(self.mask_hidden.flatten())
 
     def step(self, hidden_XH: Tensor, mixed_XQD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the lm_head, and the state that replaces g in the next element."""

@@ -49,7 +49,7 @@ class EaglePredictions(PredictingHead):
                 own_OH = reached[-1].detach().index_select(0, where.own_O)
                 own_O = _ids(head, choose_likeliest(own_OH, head.lm_head.weight, step - 1))
                 tokens_M = tokens_M.index_copy(0, where.own_O, own_O)
-            reached.append(drafts.advance(states.embed(tokens_M)))
+            reached.append(_advance(head, states, drafts, tokens_M, step))
         return torch.cat(reached).index_select(0, where.head_N * len(tips_M) + where.draft_N)
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class EaglePredictions(PredictingHead):
         drafts = _begin(head, states, text.batch, text.kept_P, text.states_PC, text.tips_M, count)
         drafted, tokens_M = [], tips.tokens_M
         for depth in range(count):
-            features_MH = drafts.advance(states.embed(tokens_M))
+            features_MH = _advance(head, states, drafts, tokens_M, depth)
             tokens_M = _ids(head, choose(features_MH, head.lm_head.weight, depth))
             drafted.append(tokens_M)
         return torch.stack(drafted, dim=1)
@@ -84,6 +84,16 @@ def _begin(
     """Return drafts of at most `depth` steps from these tips of a batch."""
     embedded_RTH, states_RTC = states.embed(batch.ids_RT), spread(batch, kept_P, states_PC)
     return Drafts(head, batch, embedded_RTH, states_RTC, tips_M, depth)
+
+
+def _advance(
+    head: EagleHead, states: TargetStates, drafts: Drafts, tokens_M: Tensor, step: int
+) -> Tensor:
+    """Add an element to each draft, with these tokens or a mask; return the lm_head's inputs."""
+    if step and head.config.parallel:
+        mask = torch.full((), head.config.mask_token_id, device=tokens_M.device)
+        return drafts.advance_masked(states.embed(mask))
+    return drafts.advance(states.embed(tokens_M))
 
 
 def _ids(head: EagleHead, indices: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The other laws run over the heads' drafters in tests/decoding/rows.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.kind import KIND as EAGLE
+from heads.eagle.kind import PARALLEL as P_EAGLE
 from heads.eagle.model import EagleConfig
+from heads.eagle.parallel import ParallelEagleDrafter
 from heads.early_exit.drafter import EarlyExitDrafter
 from heads.early_exit.kind import KIND as EARLY_EXIT
 from heads.early_exit.model import EarlyExitConfig
@@ -93,6 +95,23 @@ def eagle(name: str, **fields: Any) -> HeadRow:
     )
 
 
+def p_eagle(name: str, **fields: Any) -> HeadRow:
+    """Return the row of a P-EAGLE head of four tokens."""
+    one_by_one = eagle(name, **fields)
+
+    def shape(target: Any) -> EagleConfig:
+        mask = {"parallel": 4, "mask_token_id": target.vocab_size - 1}
+        return replace(one_by_one.shape(target), **mask)
+
+    return HeadRow(
+        name,
+        P_EAGLE,
+        shape,
+        drafter=lambda head: ParallelEagleDrafter(head=head),
+        load=lambda folder: ParallelEagleDrafter(folder),
+    )
+
+
 def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
     """Return the row of a block drafter of four tokens, with grouped queries."""
 
@@ -154,6 +173,8 @@ HEAD_ROWS = [
     eagle("eagle3 with a draft vocabulary", draft_vocab_size=20),
     eagle("eagle3 as first published", fc_norm=False, norm_output=False, taps=[3, 1]),
     eagle("eagle3 with a normalized residual", norm_before_residual=True),
+    p_eagle("p_eagle"),
+    p_eagle("p_eagle with a draft vocabulary", draft_vocab_size=20, fc_norm=False),
     block("dflash", DFLASH),
     block("jetspec", JETSPEC, in_block_mask="causal"),
     block(

@@ -78,10 +78,11 @@ def reference(
     """Return the lm_head's input at step `depth` of a draft, from the published equations.
 
     tokens_TH: embeddings of the verified tokens from the second on, and of the drafted ones.
-    states_TC: the target's states at the verified tokens but the tip. The elements are computed one
-    after another, each with all keys before it.
+    states_TC: the target's states at the verified tokens but the tip, and the learned states of the
+    mask elements of a head that has them. The elements are computed one after another, each with
+    all keys before it.
     """
-    layer, n = head.midlayer, len(states_TC)
+    layer, n = head.midlayer, len(tokens_TH) - depth
     fused = [part.chunk(3, -1) for part in states_TC]
     normed = [torch.cat([norm(x) for norm, x in zip(head.fc_norm, parts)]) for parts in fused]
     hidden = [head.fc(each) for each in normed]

@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from decoding.engine import stop_tokens
+from decoding.models.text.mask_token import choose_mask_token
+from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve_model
 from training.data.packing import Sample
 from training.draft_vocabulary import choose_tokens
@@ -25,6 +28,18 @@ def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
     shape = kind.read_shape(folder)
     check_sizes(folder, shape, target)
     return shape
+
+
+def mask_token_of(path: str, asked: int | None, target: Any) -> int:
+    """Return the id `asked` for in head.mask_token_id, or one that no text has if it is None.
+
+    path: of the target. target: its Hugging Face configuration. Raises UserError for an id that
+    texts have.
+    """
+    folder = resolve_model(path)
+    tokenizer = load_tokenizer(folder)
+    special = (*stop_tokens(folder, tokenizer), target.pad_token_id, target.bos_token_id)
+    return choose_mask_token("head.mask_token_id", asked, tokenizer, target.vocab_size, special)
 
 
 def build_head(

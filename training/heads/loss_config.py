@@ -29,6 +29,11 @@ class HeadLossConfig(LossConfig):
     d_pace_alpha: float = 0.5
     # training-time test: share of the drafts that continue from the head's own tokens
     own_tokens: float = 0.0
+    # share of a depth's drafts that train at the next depth too, sampled anew in each step, as in
+    # P-EAGLE; 1: all
+    depth_share: float = 1.0
+    # smallest share of all drafts at any depth
+    least_depth_share: float = 0.2
     # drafts of a row that train in a step, for heads that attend to the text; 0: all
     drafts_per_row: int = 0
 
@@ -61,12 +66,27 @@ def head_loss_rules(
             0 <= loss.own_tokens <= 1 and (reads_tokens or not loss.own_tokens),
             "a share from 0 to 1" if reads_tokens else "0: no draft reads its own tokens",
         ),
+        "loss.depth_share": (
+            0 < loss.depth_share <= 1 and (reads_context or loss.depth_share == 1),
+            "a share above 0 and at most 1"
+            if reads_context
+            else "1: this head trains at all depths",
+        ),
+        "loss.least_depth_share": (
+            0 <= loss.least_depth_share <= 1,
+            "a share from 0 to 1",
+        ),
         "loss.drafts_per_row": (
             loss.drafts_per_row >= 0 and (reads_context or not loss.drafts_per_row),
             "1 or more, or 0 for all" if reads_context else "0: this head trains on all drafts",
         ),
         **loss_rules(loss, names, reason),
     }
+
+
+def depth_shares(loss: HeadLossConfig, depths: int) -> list[float]:
+    """Return the share of all drafts that train at each depth."""
+    return [max(loss.depth_share**depth, loss.least_depth_share) for depth in range(depths)]
 
 
 def num_continued_tokens(loss: HeadLossConfig) -> int:

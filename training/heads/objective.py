@@ -21,12 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import devices
 from training.bounds import Place
 from training.data.packing import PackedBatch, Rows
 from training.draft_vocabulary import index_tokens
 from training.features.states import TargetStates
 from training.heads.candidates import Against, Predictions, among_candidates
-from training.heads.loss_config import D_PACE, HeadLossConfig, num_continued_tokens
+from training.heads.loss_config import (
+    D_PACE,
+    HeadLossConfig,
+    depth_shares,
+    num_continued_tokens,
+)
 from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead, count_depths
@@ -124,6 +130,7 @@ class HeadObjective(StaticObjective):
             grouped=several,
             context=self.kind.reads_context,
             drafts_per_row=loss.drafts_per_row,
+            shares_K=depth_shares(loss, self.depths),
         )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
@@ -159,7 +166,8 @@ class HeadObjective(StaticObjective):
             total = total + F.binary_cross_entropy_with_logits(
                 widen(logits_N), chances_N, weights_N, reduction="sum"
             )
-        return total * where.scale, sums * where.scale
+        scales_2K = devices.tensor([*where.scales_K] * 2, sums.device, sums.dtype)
+        return total * where.scale, sums * scales_2K
 
     def _predictions(
         self, features_NE: Tensor, where: Positions, against: Against

@@ -49,8 +49,10 @@ class Positions:
     targets: np.ndarray  # targets_N on the host
     counts_K: list[int]  # predictions of each head
     kept_R: list[int]  # number of kept_P in each row
-    # predictions of all drafts over those of the drafts here, by which sums of losses are scaled
+    # predictions of all drafts over those here, by which sums of losses are scaled
     scale: float = 1.0
+    # the same at each depth, by which figures of a depth are scaled
+    scales_K: Sequence[float] = ()
 
     def with_tokens(self, tokens_MK: Tensor) -> "Positions":
         """Return these positions with other tokens, [M, K + 1], read and predicted by drafts."""
@@ -70,6 +72,7 @@ def positions(
     by_draft: bool = False,
     context: bool = False,
     drafts_per_row: int = 0,
+    shares_K: Sequence[float] = (),
 ) -> Positions:
     """Return the positions and labels of all predictions of `heads` heads in a batch.
 
@@ -79,22 +82,21 @@ def positions(
     loss, for heads with separate output layers. by_draft: order the predictions by draft and depth,
     not by predicted token, and return draft x heads + head as their targets. context: keep the
     hidden states of all tokens, for heads that attend to them. drafts_per_row: maximum number of
-    drafts in a row, sampled anew in each step; 0: all drafts. It needs `context`, as stores keep
-    the states of one step for the others.
+    drafts in a row, sampled anew in each step; 0: all drafts. shares_K: the share of the drafts
+    that predict at each depth, falling, sampled anew in each step; empty: all. Both need `context`,
+    as stores keep the states of one step for the others.
     """
-    documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
-    rows, length = documents_RT.shape
-    predicts_KRT = np.zeros((heads, rows, length), dtype=bool)
-    for number in range(min(heads, length - 1)):
-        ahead = number + 1
-        within = documents_RT[:, :-ahead] == documents_RT[:, ahead:]
-        predicts_KRT[number, :, :-ahead] = supervised_RT[:, ahead:] & within
-    predicts_KF = predicts_KRT.reshape(heads, rows * length)
+    rows, length = batch.host.documents_RT.shape
+    predicts_KF = _predicts(batch, heads)
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
-    total = int(predicts_KF.sum())
+    all_K = predicts_KF.sum(axis=1)
     if drafts_per_row:
         drafts = _sample_drafts(drafts, length, drafts_per_row, step)
-    head, draft = np.nonzero(predicts_KF[:, drafts])
+    predicts_KM = predicts_KF[:, drafts]
+    if any(share < 1 for share in shares_K):
+        predicts_KM = predicts_KM & _keeps_depths(drafts, length, step, shares_K)
+    head, draft = np.nonzero(predicts_KM)
+    kept_K = np.bincount(head, minlength=heads)
     targets = drafts[draft] + 1 + head
     order = np.lexsort((head, draft)) if by_draft else np.argsort(targets, kind="stable")
     if grouped:
@@ -102,7 +104,7 @@ def positions(
     head, draft, targets = head[order], draft[order], targets[order]
     kept = np.union1d(drafts, targets) if uses_teacher else drafts
     if context:
-        kept = np.flatnonzero(documents_RT > 0)
+        kept = np.flatnonzero(batch.host.documents_RT > 0)
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
     continued = np.flatnonzero(_spread(drafts, length, step) < own_tokens * 2**32)
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
@@ -125,15 +127,36 @@ def positions(
         batch.next_RT.flatten()[targets_N],
         seats_N,
         seats,
-        np.bincount(head, minlength=heads).tolist(),
+        kept_K.tolist(),
         np.bincount(kept // length, minlength=rows).tolist(),
-        total / max(len(draft), 1),
+        int(all_K.sum()) / max(len(draft), 1),
+        (all_K / np.maximum(kept_K, 1)).tolist(),
     )
+
+
+def _predicts(batch: PackedBatch, heads: int) -> np.ndarray:
+    """Return whether each head predicts in the draft that begins at each position [K, R T]."""
+    documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
+    predicts_KRT = np.zeros((heads, *documents_RT.shape), dtype=bool)
+    for ahead in range(1, min(heads, documents_RT.shape[1] - 1) + 1):
+        within = documents_RT[:, :-ahead] == documents_RT[:, ahead:]
+        predicts_KRT[ahead - 1, :, :-ahead] = supervised_RT[:, ahead:] & within
+    return predicts_KRT.reshape(heads, -1)
 
 
 def _spread(drafts: np.ndarray, length: int, step: int) -> np.ndarray:
     """Return numbers below 2^32 that depend on each draft's position in its row, and the step."""
     return (drafts % length + step % 2**16 * length) * _SPREAD % 2**32
+
+
+def _keeps_depths(
+    drafts: np.ndarray, length: int, step: int, shares_K: Sequence[float]
+) -> np.ndarray:
+    """Return whether each draft predicts at each depth [K, M]; one that ends begins no more."""
+    numbers = _spread(drafts, length, step)
+    # independent of the order by which drafts of a row are sampled
+    numbers = (numbers ^ numbers >> 7) * _SPREAD % 2**32
+    return numbers < np.asarray(shares_K)[:, None] * 2**32
 
 
 def _sample_drafts(drafts: np.ndarray, length: int, most: int, step: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Rows of EAGLE-3 heads: random ones, and ones fitted to a target's texts."""
+"""Rows of EAGLE-3 and P-EAGLE heads: random ones, and ones that know or fit a target's texts."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,9 @@ import torch
 from decoding.interfaces import Target
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.eagle.parallel import ParallelEagleDrafter
 from tests.decoding.row_kinds.kit import DrafterRow, Kit, draft_table
+from tests.support.parallel_eagle import knowing_head
 
 
 def random_eagle(target: Target, scale: float = 1.0, **fields: object) -> EagleHead:
@@ -63,6 +65,23 @@ def eagle_of(kit: Kit, **options: object) -> EagleDrafter:
     return EagleDrafter(head=head or random_eagle(kit.target, 3.0), **options)  # type: ignore[arg-type]
 
 
+def random_parallel_eagle(target: Target, scale: float = 1.0) -> EagleHead:
+    """Return `random_eagle` of a head that drafts six tokens in one pass."""
+    return random_eagle(target, scale, parallel=6, mask_token_id=target.vocab_size - 1)
+
+
+def parallel_eagle_of(kit: Kit, **options: object) -> ParallelEagleDrafter:
+    """Return a drafter with a head that knows the draft model's text, or a random one.
+
+    It knows the text of a bigram target only.
+    """
+    if kit.target.name == "last word":
+        head = knowing_head(kit.target, kit.draft_model)
+    else:
+        head = random_parallel_eagle(kit.target, 3.0)
+    return ParallelEagleDrafter(head=head, **options)  # type: ignore[arg-type]
+
+
 ROWS = [
     DrafterRow(
         "eagle3",
@@ -81,6 +100,21 @@ ROWS = [
         make=lambda kit: eagle_of(kit, frontier=3, by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), frontier=3, by_cost=True),
+        slow=True,
+    ),
+    DrafterRow(
+        "p_eagle",
+        make=lambda kit: parallel_eagle_of(kit),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: ParallelEagleDrafter(head=random_parallel_eagle(draft_table(), 2.0)),
+    ),
+    DrafterRow(
+        "p_eagle_by_cost",
+        make=lambda kit: parallel_eagle_of(kit, by_cost=True),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: ParallelEagleDrafter(
+            head=random_parallel_eagle(draft_table(), 2.0), by_cost=True
+        ),
         slow=True,
     ),
 ]

@@ -1,0 +1,103 @@
+"""P-EAGLE: an EAGLE-3 head that drafts a whole chain in one pass (arXiv 2602.01469).
+
+The first element of a draft has the target's states and the tip. All later ones have learned states
+and the embedding of a mask token in their place, so none waits for a drafted token. Each depth's
+distribution depends on the text alone, so tokens are sampled and verified as those of a chain.
+
+Shapes: B rows, N drafted tokens, V the target's vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoding.drafters.parallel import choose_at_each_depth
+from decoding.interfaces import Chooser, Observation, Policies, Proposal, Tokens
+from heads.block.plans import ChainPlans
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.model import EagleHead
+from training.heads.drafter import choose_name
+
+
+class ParallelEagleDrafter(EagleDrafter):
+    """Drafter of a chain in one pass, from a P-EAGLE head in a folder or in memory.
+
+    A chain has at most as many tokens as the head was trained to draft. by_cost: choose by the
+    measured costs of a round whether to draft, and the length of each chain. The other arguments
+    are those of `EagleDrafter`. Raises UserError for an invalid folder or argument.
+    """
+
+    one_pass = True
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        head: EagleHead | None = None,
+        by_cost: bool = False,
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        execution: str = "eager",
+    ) -> None:
+        super().__init__(
+            folder,
+            head=head,
+            shape="chain",
+            dtype=dtype,
+            device=device,
+            name=choose_name(name, folder, "p_eagle"),
+            execution=execution,
+        )
+        self.capabilities = replace(
+            self.capabilities, needs_costs=by_cost, steps="round", stops_by_token=False
+        )
+        self._plans: ChainPlans | None = None
+
+    def width(self, gamma: int) -> int:
+        """Return the number of tokens of a chain."""
+        return min(gamma, self.config.parallel)
+
+    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Read the prompts' tokens and states."""
+        super().open(prompts_B, prefill_hidden_BNC, capacity)
+        self._plans = None if self.costs is None else ChainPlans(self.costs, len(prompts_B))
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Keep the first `kept` tokens, and read the others."""
+        super().resume(prompt, kept, hidden_NC)
+        self._plans = None if self.costs is None else ChainPlans(self.costs, 1)
+
+    def propose(
+        self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
+    ) -> Proposal:
+        """Draft a chain for each row in one pass."""
+        counts_B = [min(budget, self.config.parallel) for budget in budgets_B]
+        if self._plans is not None:
+            counts_B = self._plans.lengths(counts_B)
+            self._plans.draft(counts_B)
+        if max(counts_B) == 0:
+            return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
+        logits_BNV = self.cache.draft_in_one_pass(sequences_B, max(counts_B))
+        fitted_BNV = self._fit(logits_BNV, chooser)
+        tokens_BN, q_BNV = choose_at_each_depth(fitted_BNV, sequences_B, chooser)
+        return Proposal(tokens_BN, counts_B, None, q_BNV, 1)
+
+    def observe(self, observation: Observation) -> None:
+        """Store the target's states at the tip and the accepted tokens of each row."""
+        super().observe(observation)
+        if self._plans is not None:
+            self._plans.learn(observation.outcome.accepted_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        super().select(rows)
+        if self._plans is not None:
+            self._plans.select(rows)
+
+    def time_step(self, frontier: int = 1) -> None:
+        """Run the longest pass without storing it."""
+        self.cache.time_pass(self.config.parallel)
