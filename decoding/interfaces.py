@@ -353,7 +353,7 @@ class Capabilities:
     needs_hidden: bool = False  # reads the target's hidden states
     taps: tuple[int, ...] = ()  # layers of these states, see `Target.forward`; (): the final norm
     last_hidden: bool = False  # of a prompt only the last hidden state is needed
-    can_overlap: bool = False  # can draft while the target verifies
+    can_overlap: bool = False  # can continue a chain while the target verifies it
     needs_costs: bool = False  # chooses the size of its proposals from measured costs
     steps: str = "token"  # unit of t_draft: a drafted "token" or a "round" (one-pass drafters)
     # chains: whether stopping policies decide after every token, and not just before a round
@@ -504,16 +504,24 @@ class Drafter(Protocol):
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
-        """Draft at most budgets_B[b] tokens for row b; its stopping policy may end the draft."""
+        """Draft at most budgets_B[b] tokens for row b; its stopping policy may end the draft.
+
+        With `can_overlap`, the end of a sequence may be tokens that this drafter has drafted and
+        the target has not read yet.
+        """
 
     def observe(self, observation: Observation) -> None:
         """Use the results of a round, in which other drafters may have proposed for some rows.
 
-        See decoding/drafters/with_lookup.py.
+        See decoding/drafters/with_lookup.py. Under an overlapped schedule `accepted_B` counts the
+        accepted tokens that this round's forward has read, whose hidden states it has.
         """
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Drop cached tokens past these lengths, which count committed tokens without the tip."""
+        """Drop cached tokens past these lengths, which count committed tokens without the tip.
+
+        Under an overlapped schedule they also count the tokens that are assumed and not verified.
+        """
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

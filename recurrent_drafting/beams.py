@@ -9,18 +9,19 @@ not continue from stay nodes without children. The target's hidden state is used
 point masses. recurrent_drafting/sampled_beams.py samples pairs and keeps the distributions that
 they were sampled from, so that p / q tests are exact at every node.
 
-Shapes: B rows, H hidden size, L drafted tokens along a beam, P beams that a step starts from (1 at
-the tip), Q beams that it continues to, S symbols that a child is sampled from, V the head's drafted
-vocabulary, W beams.
+Shapes: B rows, H hidden size, K tokens read, L drafted tokens along a beam, P beams that a step
+starts from (1 at the tip), Q beams that it continues to, S symbols that a child is sampled from, V
+the head's drafted vocabulary, W beams.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from decoding import devices
 from decoding.interfaces import Chooser
 from decoding.models.draft_vocabulary import spread
 from recurrent_drafting.head import Context, Head
@@ -104,15 +105,19 @@ def search(
     length: int,
     choose: Choose,
     narrow: Callable[[Step], Frontier | None] | None = None,
+    state_BH: Tensor | None = None,
 ) -> Beams:
     """Return beams of at most `length` tokens after the tips.
 
     embed: returns the target's embeddings of token ids. hidden_BH: the target's hidden states at
     the tokens before the tips, in the head's dtype. narrow: returns the beams of a step to continue
-    from, or None to end the search; by default all beams continue.
+    from, or None to end the search; by default all beams continue. state_BH: the head's states
+    before the tips, if tokens that the target has not read precede them (`read_tokens`).
     """
     context = head.context(hidden_BH).unsqueeze(1)
-    state_BPH = head.start(embed(tips_B))[:, None]
+    tips_BH = embed(tips_B)
+    state_BH = head.start(tips_BH) if state_BH is None else head.advance(state_BH, tips_BH)
+    state_BPH = state_BH[:, None]
     beams, frontier = Beams(), None
     for number in range(length):
         logits_BPV = head.logits(head.features(context, state_BPH))
@@ -130,6 +135,21 @@ def search(
             head, embed, state_BPH, frontier.select(parents_BW), frontier.select(step.tokens_BW)
         )
     return beams
+
+
+def read_tokens(
+    head: Head, embed: Embed, tokens_B: Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """Return the head's states (B, H) after these tokens, zero for rows without tokens."""
+    counts_B = [len(tokens) for tokens in tokens_B]
+    padded = [[*tokens, *[0] * (max(counts_B) - len(tokens))] for tokens in tokens_B]
+    embedded_BKH = embed(devices.tensor(padded, device))
+    counts_B1 = devices.tensor(counts_B, device)[:, None]
+    state_BH = torch.zeros_like(embedded_BKH[:, 0])
+    for step in range(max(counts_B)):
+        next_BH = head.advance(state_BH, embedded_BKH[:, step])
+        state_BH = torch.where(step < counts_B1, next_BH, state_BH)
+    return state_BH
 
 
 def advance(

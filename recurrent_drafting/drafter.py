@@ -6,6 +6,10 @@ Greedy decoding and the coupled rule use top-k beams in any case. One beam is a 
 (recurrent_drafting/plans.py) sets its steps, beams and nodes: all of them, or with measured costs
 as many as pay.
 
+A single beam can be continued before its tokens are verified (decoding/schedules/pearl.py): the
+head's state after a token depends on the tokens since the last one that the target has read, so
+the next chunk begins from the state after the assumed tokens.
+
 Shapes: B rows, H hidden size, N nodes proposed, P beams that a step starts from, V the target's
 vocabulary.
 """
@@ -33,7 +37,7 @@ from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS, RECORDED
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
-from recurrent_drafting.beams import Choose, TopBeams, run_step, search
+from recurrent_drafting.beams import Choose, TopBeams, read_tokens, run_step, search
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import SampledDraft, TopDraft, list_rooms, make_sampler
 from recurrent_drafting.head import RecurrentHead
@@ -89,6 +93,7 @@ class RecurrentDrafter(HeadDrafter):
             has_q=children == "sampled",
             needs_hidden=True,
             last_hidden=True,
+            can_overlap=beam_width == 1 and not by_cost,  # costs decide from verified rounds
             needs_costs=by_cost,
             stops_by_token=False,
             frontiers=list_widths(beam_width) if by_cost else tuple(sorted({1, beam_width})),
@@ -109,6 +114,7 @@ class RecurrentDrafter(HeadDrafter):
         self._costs: RoundCosts | None = None
         self._width = beam_width  # beams to search; with costs, as many as pay
         self._rows = 0
+        self._known_B: list[int] = []  # tokens that the target has read
         self._plans_B: list[Plan] = []
         self._sampled = children == "sampled"  # whether the last draft was, or the first may be
         self._timed: dict[int, Choose] = {}  # choices of steps that are timed, by beams
@@ -148,15 +154,16 @@ class RecurrentDrafter(HeadDrafter):
     ) -> None:
         """Store the hidden state of each prompt's last token but one, and reset the plans."""
         super().open(prompts_B, prefill_hidden_BNC, capacity)
-        self._reset_plans(len(prompts_B))
+        self._reset(prompts_B)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Store the last of the hidden states that the target has just computed; reset the plan."""
         super().resume(prompt, kept, hidden_NC)
-        self._reset_plans(1)
+        self._reset([prompt])
 
-    def _reset_plans(self, rows: int) -> None:
-        self._rows, self._plans_B, self._timed = rows, [], {}
+    def _reset(self, prompts_B: Sequence[Sequence[int]]) -> None:
+        self._rows, self._plans_B, self._timed = len(prompts_B), [], {}
+        self._known_B = [len(prompt) - 1 for prompt in prompts_B]
 
     def _plans(self) -> list[Plan]:
         """Return the rows' plans, which the first round creates."""
@@ -206,33 +213,47 @@ class RecurrentDrafter(HeadDrafter):
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
         self._sampled = are_sampled(self.children, chooser)
+        state_BH = self._read_assumed(sequences_B)
         is_fixed_top_k = not self._sampled and self._costs is None and chooser.rule != "coupled"
-        if self._recorded is not None and is_fixed_top_k:
+        if self._recorded is not None and is_fixed_top_k and state_BH is None:
             temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
             rooms_B = list_rooms(self._plans_B)
             return self._recorded(tips, self._hidden_BH, depths_B, temperature, rooms_B)
         kind = SampledDraft if self._sampled else TopDraft
         draft = kind(self.head, self._width, chooser, self._plans_B)
         tips_B = devices.tensor(tips, self.device)
+        hidden_BH = self._hidden_BH
         beams = search(
-            self.head, self.embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow
+            self.head, self.embed, tips_B, hidden_BH, length, draft.choose, draft.narrow, state_BH
         )
         return draft.proposal(beams)
+
+    def _read_assumed(self, sequences_B: Sequence[Sequence[int]]) -> Tensor | None:
+        """Return the head's states (B, H) before the last tokens, None if they are all zero.
+
+        The tokens before the last one that the target has not read determine them.
+        """
+        pairs = zip(sequences_B, self._known_B, strict=True)
+        unread_B = [sequence[known:-1] for sequence, known in pairs]
+        if not any(unread_B):
+            return None
+        return read_tokens(self.head, self.embed, unread_B, self.device)
 
     def observe(self, observation: Observation) -> None:
         """Store the hidden state of the last accepted token, and update the plans."""
         super().observe(observation)
+        accepted_B = observation.outcome.accepted_B
+        self._known_B = [n + 1 + new for n, new in zip(self._known_B, accepted_B, strict=True)]
         readback_B = observation.readback[0] if observation.readback else [None] * self._rows
         # without plans, another drafter, such as a lookup, has drafted every round so far
         if self._plans_B:
-            accepted_B = observation.outcome.accepted_B
             for plan, read, accepted in zip(self._plans_B, readback_B, accepted_B, strict=True):
                 plan.learn(read, accepted)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         super().select(rows)
-        self._rows = len(rows)
+        self._rows, self._known_B = len(rows), [self._known_B[row] for row in rows]
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
     def time_step(self, frontier: int = 1) -> None:

@@ -75,7 +75,14 @@ def batch_type(
     if not drafter.capabilities.can_overlap:
         raise UserError(
             f"schedule '{schedule}' needs a chain drafter that can run while the target does, "
-            f"found '{drafter.name}'. Use schedule=serial."
+            f"found '{drafter.name}'. Use schedule=serial. Of the trained heads, an EAGLE-3 head "
+            f"with shape=chain and a recurrent head with beam_width=1 and by_cost=false can."
+        )
+    if schedule in WALL and drafter.capabilities.needs_hidden:
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter in a separate process, but '{drafter.name}' "
+            f"reads the target's hidden states in this one. Use schedule=serial, or a virtual "
+            f"clock: {', '.join(VIRTUAL)}."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
         raise UserError(

@@ -13,6 +13,9 @@ and a round counts the longer lane plus the work that cannot overlap. Tokens and
 real; the time is what two such machines would take. On a GPU a round waits for the end of each
 lane, to time it, and once more for the outcome and the new chunk's tokens.
 
+A trained head drafts the next chunk from its own outputs: it reads states of the target, which has
+not read the assumed tokens yet. Its drafter stores them once they are verified.
+
 Unlike the published code, this version is exact: no two tests or drafts share a uniform, every
 token is tested, and a stop token inside the span ends the row.
 
@@ -20,7 +23,7 @@ Shapes: B running rows, A assumed tokens, N tokens of a window (the assumed ones
 first), V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -91,9 +94,15 @@ class Pearl(Batch):
         readback = DeviceReadback(*drafted, watched=self._watched(logits_BNV, window))
         outcome = self._test(logits_BNV, window, readback)
         chunk_B = readback.drafter_values()[0] if drafted else [[]] * len(self.lanes)
+        # the target has not read a new chunk's first token
+        pairs = zip(outcome.accepted_B, self.lanes, strict=True)
+        read_B = [min(accepted, len(lane.tokens)) for accepted, lane in pairs]
+        self.target.commit(None, [1 + read for read in read_B])
         rows, keep = self.rows, self._settle(outcome, chunk, chunk_B, window, firsts)
         assert self.drafter is not None
-        self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
+        self.drafter.observe(
+            Observation(replace(outcome, accepted_B=read_B), logits_BNV, hidden_BNC)
+        )
         self.drafter.rollback(
             [self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)]
         )
@@ -223,15 +232,13 @@ class Pearl(Batch):
         window: Proposal,
         firsts: list[bool],
     ) -> list[int]:
-        """Commit and emit the accepted tokens, and set every row's assumed tokens.
+        """Emit the accepted tokens, and set every row's assumed tokens.
 
         Returns the indices of the rows that continue.
         """
-        tokens_B, kept_B = [], []
+        tokens_B = []
         for b, lane in enumerate(self.lanes):
-            accepted = outcome.accepted_B[b]
-            kept_B.append(1 + min(accepted, len(lane.tokens)))
-            passed = accepted == window.counts_B[b]
+            passed = outcome.accepted_B[b] == window.counts_B[b]
             tokens_B.append(outcome.tokens_B[b])
             lane.tokens, lane.q_AV = [], None
             # There are no logits after a new chunk's first token, so there is no bonus token;
@@ -240,7 +247,6 @@ class Pearl(Batch):
                 tokens_B[b] = tokens_B[b][:-1]
                 lane.tokens = chunk_B[b][1 : chunk.counts_B[b]]
                 lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, 1 : chunk.counts_B[b]]
-        self.target.commit(None, kept_B)
         drafted_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
         return self._emit(tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
 

@@ -1,9 +1,12 @@
 """An EAGLE-3 head with the keys and values of the verified text, and of a draft.
 
-Slot t of a row holds element t: the target's states at position t, and the token at t + 1. The
-elements before the tip's are computed once, from states of the target, and never again; a draft
-begins with the tip's element and writes its nodes to the slots after the verified ones, which the
-next round overwrites. A text of one token has no element, so its draft begins from a zero state.
+Slot t of a row holds element t: the token at t, and the state before it, which is the target's at t
+- 1. The elements before the tip's are computed once, from states of the target. A draft begins with
+the tip's element and writes its nodes to the slots after the verified ones; the state that a node
+gives to its children is stored one slot further. So a chain can be continued before its tokens are
+verified: the states that it computed stand until those of the target replace them. The first token
+of a text has no state before it but zeros, and only drafts from a text of one token see its
+element.
 
 Shapes: B rows, W elements, P new nodes of a draft, N nodes of a draft, T slots, H hidden size, Q
 query heads, K key/value heads, D head size, V vocabulary of the target.
@@ -33,13 +36,14 @@ class HeadCache:
         self.num_parameters, self.vocab_size = head.num_parameters, head.config.vocab_size
         self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
         self.embed: Callable[[Tensor], Tensor] = lambda ids: torch.empty(0)  # the target's
-        self.lengths_B: list[int] = []  # elements of verified text
+        self.lengths_B: list[int] = []  # slots of verified text, that of the first token included
         self._known_B: list[int] = []  # states of the target
+        self._starts_B: list[int] = []  # slots before the draft
         self._states_BTH = self._keys_BTKD = self._values_BTKD = torch.empty(0)
         self._rope: Rope = (torch.empty(0), torch.empty(0))
-        # of the draft: parents of its nodes, -1 for the first; the first one's state, and those
-        # that its nodes give to their children
-        self._parents_BN = self._tip_B1H = self._outputs_BNH = torch.empty(0)
+        # of the draft: parents of its nodes, -1 for the first; `_starts_B`; whether its text has no
+        # states, so that it sees its first token's element
+        self._parents_BN = self._starts_B1 = self._sees_first_B1 = torch.empty(0)
 
     def open(self, rows: int, capacity: int) -> None:
         """Start empty rows with `capacity` slots each."""
@@ -51,31 +55,43 @@ class HeadCache:
         self._keys_BTKD, self._values_BTKD = empty.new_zeros(shape), empty.new_zeros(shape)
         self._states_BTH = empty.new_zeros(rows, capacity + 1, config.hidden_size)
         self._rope = self.head.rope_tables(capacity + 1)
-        self.lengths_B, self._known_B = [0] * rows, [0] * rows
-        self._begin(self._states_BTH[:, :1])
+        self.lengths_B, self._known_B = [1] * rows, [0] * rows
+        self._begin([0] * rows)
 
     def add_states(self, taps_BWC: Tensor, counts_B: Sequence[int]) -> None:
         """Store the target's states at the next counts_B[b] tokens of each row."""
         states_BWH = self.head.fuse(taps_BWC.to(self.device, self.dtype))
-        self._write(self._states_BTH, states_BWH, self._slots(self._known_B, states_BWH.shape[1]))
+        firsts_B = [known + 1 for known in self._known_B]
+        self._write(self._states_BTH, states_BWH, self._slots(firsts_B, counts_B))
         self._known_B = [known + new for known, new in zip(self._known_B, counts_B, strict=True)]
 
     def read(self, sequences_B: Tokens) -> None:
-        """Compute the missing elements before the tips' of these texts."""
+        """Compute the missing elements before the tips' of these texts.
+
+        These are the elements that have states of the target.
+        """
         lengths_B = self.lengths_B
-        ends_B = [max(len(text) - 2, length) for text, length in zip(sequences_B, lengths_B)]
-        width = max(end - length for end, length in zip(ends_B, lengths_B))
+        ends_B = [
+            max(min(len(text) - 1, known + 1), length)
+            for text, known, length in zip(sequences_B, self._known_B, lengths_B, strict=True)
+        ]
+        counts_B = [end - length for end, length in zip(ends_B, lengths_B)]
+        width = max(counts_B)
         if width == 0:
             return
-        new_B = [text[a + 1 : b + 1] for text, a, b in zip(sequences_B, lengths_B, ends_B)]
+        new_B = [text[a:b] for text, a, b in zip(sequences_B, lengths_B, ends_B)]
         padded = [[*new, *[0] * (width - len(new))] for new in new_B]
-        slots_BW = self._slots(lengths_B, width)
+        slots_BW = self._slots(lengths_B, counts_B)
         states_BWH = self._at(self._states_BTH, slots_BW)
         self._store(devices.tensor(padded, self.device), states_BWH, slots_BW, slots_BW)
         self.lengths_B = ends_B
 
     def start(self, sequences_B: Tokens) -> Tensor:
-        """Begin drafts after these texts; return the logits (B, V) of their next tokens."""
+        """Begin drafts after these texts; return the logits (B, V) of their next tokens.
+
+        Tokens after the text's tip, whose states the target has not computed, must be those of the
+        row's last draft, a chain, which then continues from the state that it computed.
+        """
         tips_B1 = self._begin_after(sequences_B)
         return self.run(tips_B1, torch.full_like(tips_B1, -1))[:, 0]
 
@@ -83,40 +99,12 @@ class HeadCache:
         """Draft `count` tokens after these texts; return their logits (B, count, V)."""
         return self._run_masked(self._begin_after(sequences_B), count)
 
-    def time_pass(self, count: int) -> None:
-        """Run a pass for timing, after which no draft is open."""
-        tips_B1 = torch.zeros(len(self.lengths_B), 1, dtype=torch.long, device=self.device)
-        self._begin(self._tip_B1H)
-        self._run_masked(tips_B1, count)
-        self._begin(self._tip_B1H)
-
-    def _run_masked(self, tips_B1: Tensor, count: int) -> Tensor:
-        """Add the tips and mask elements to the draft; return the logits (B, count, V)."""
-        masks_BM = tips_B1.new_full((1, 1), self.head.config.mask_token_id)
-        masks_BM = masks_BM.expand(len(tips_B1), count - 1)
-        parents_BN = torch.arange(-1, count - 1, device=self.device).expand(len(tips_B1), count)
-        states_BMH = self.head.mask_state_H.expand(*masks_BM.shape, -1)
-        hidden_BNH = torch.cat((self._tip_B1H, states_BMH), 1)
-        return self._run(torch.cat((tips_B1, masks_BM), 1), hidden_BNH, parents_BN)
-
-    def _begin_after(self, sequences_B: Tokens) -> Tensor:
-        """Begin drafts after these texts; return the tips (B, 1)."""
-        self.read(sequences_B)
-        tips = [text[-1:] for text in sequences_B]
-        places = [[max(len(text) - 2, 0)] for text in sequences_B]
-        has_state = [[[len(text) > 1]] for text in sequences_B]
-        tips_B1, places_B1, has_B11 = (
-            devices.tensor(each, self.device) for each in (tips, places, has_state)
-        )
-        self._begin(self._at(self._states_BTH, places_B1) * has_B11)
-        return tips_B1
-
     def run(self, tokens_BP: Tensor, parents_BP: Tensor) -> Tensor:
         """Add nodes to the draft; return the logits (B, P, V) of their next tokens.
 
         parents_BP: indices of nodes of the draft, of which the first, 0, is the tip; -1 for it.
         """
-        hidden_BPH = self._at(torch.cat((self._tip_B1H, self._outputs_BNH), 1), parents_BP + 1)
+        hidden_BPH = self._at(self._states_BTH, self._starts_B1 + parents_BP + 1)
         return self._run(tokens_BP, hidden_BPH, parents_BP)
 
     def _run(self, tokens_BP: Tensor, hidden_BPH: Tensor, parents_BP: Tensor) -> Tensor:
@@ -124,14 +112,16 @@ class HeadCache:
         P, config = tokens_BP.shape[1], self.head.config
         self._parents_BN = torch.cat((self._parents_BN, parents_BP), 1)
         N = self._parents_BN.shape[1]
-        end = max(self.lengths_B) + N
+        end = max(self._starts_B) + N
         positions_BN, slots_BN, visible_BNT = visible_slots(
-            devices.tensor(self.lengths_B, self.device),
+            self._starts_B1[:, 0],
             torch.arange(N, device=self.device),
             torch.arange(end, device=self.device),
             self._parents_BN,
         )
-        inputs, rope = self._store(tokens_BP, hidden_BPH, positions_BN[:, -P:], slots_BN[:, -P:])
+        visible_BNT[:, :, 0] &= self._sees_first_B1
+        slots_BP = slots_BN[:, -P:]
+        inputs, rope = self._store(tokens_BP, hidden_BPH, positions_BN[:, -P:], slots_BP)
         q_BPQD = self.head.midlayer.self_attn.queries(inputs, rope)
         mask = torch.zeros(1, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill(visible_BNT[:, None, -P:].logical_not(), float("-inf"))
@@ -141,23 +131,30 @@ class HeadCache:
         )
         mixed_BPQD = grouped_attention(q_BPQD, keys_BKTD, values_BKTD, mask)
         features_BPH, outputs_BPH = self.head.step(hidden_BPH, mixed_BPQD)
-        self._outputs_BNH = torch.cat((self._outputs_BNH, outputs_BPH), 1)
+        self._write(self._states_BTH, outputs_BPH, slots_BP + 1)
         logits = self.head.lm_head(features_BPH)
         return spread(logits, self._ids_V, config.vocab_size, float("-inf"))
 
     def time_nodes(self, count: int) -> None:
         """Run `count` nodes for timing, after which no draft is open."""
         ids = torch.zeros(len(self.lengths_B), count, dtype=torch.long, device=self.device)
-        self._begin(self._tip_B1H)
+        self._begin(self._starts_B)
         self.run(ids, ids - 1)
-        self._begin(self._tip_B1H)
+        self._begin(self._starts_B)
+
+    def time_pass(self, count: int) -> None:
+        """Run a pass for timing, after which no draft is open."""
+        tips_B1 = torch.zeros(len(self.lengths_B), 1, dtype=torch.long, device=self.device)
+        self._begin(self._starts_B)
+        self._run_masked(tips_B1, count)
+        self._begin(self._starts_B)
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """Keep the states of at most lengths_B[b] tokens, and the elements before the last one."""
         pairs = list(zip(self._known_B, lengths_B, strict=True))
         self._known_B = [min(known, length) for known, length in pairs]
         self.lengths_B = [
-            min(length, max(known - 1, 0)) for length, known in zip(self.lengths_B, self._known_B)
+            min(length, max(known, 1)) for length, known in zip(self.lengths_B, self._known_B)
         ]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -165,11 +162,10 @@ class HeadCache:
         self.lengths_B = [self.lengths_B[row] for row in rows]
         self._known_B = [self._known_B[row] for row in rows]
         kept_B = devices.tensor(list(rows), self.device)
-        self._states_BTH, self._keys_BTKD, self._values_BTKD, self._tip_B1H = (
-            each[kept_B]
-            for each in (self._states_BTH, self._keys_BTKD, self._values_BTKD, self._tip_B1H)
+        self._states_BTH, self._keys_BTKD, self._values_BTKD = (
+            each[kept_B] for each in (self._states_BTH, self._keys_BTKD, self._values_BTKD)
         )
-        self._begin(self._tip_B1H)
+        self._begin([self._starts_B[row] for row in rows])
 
     def chain_call(self, num_tokens: int) -> None:
         """Return None: chains are drafted step by step."""
@@ -183,10 +179,27 @@ class HeadCache:
     def _ids_V(self) -> Tensor | None:
         return self.head.token_ids_V
 
-    def _begin(self, tip_B1H: Tensor) -> None:
-        """Forget the draft's nodes; the first of the next draft has this state."""
-        self._tip_B1H, self._outputs_BNH = tip_B1H, tip_B1H[:, :0]
-        self._parents_BN = torch.empty(len(tip_B1H), 0, dtype=torch.long, device=self.device)
+    def _run_masked(self, tips_B1: Tensor, count: int) -> Tensor:
+        """Add the tips and mask elements to the draft; return the logits (B, count, V)."""
+        masks_BM = tips_B1.new_full((1, 1), self.head.config.mask_token_id)
+        masks_BM = masks_BM.expand(len(tips_B1), count - 1)
+        parents_BN = torch.arange(-1, count - 1, device=self.device).expand(len(tips_B1), count)
+        states_BMH = self.head.mask_state_H.expand(*masks_BM.shape, -1)
+        hidden_BNH = torch.cat((self._at(self._states_BTH, self._starts_B1), states_BMH), 1)
+        return self._run(torch.cat((tips_B1, masks_BM), 1), hidden_BNH, parents_BN)
+
+    def _begin_after(self, sequences_B: Tokens) -> Tensor:
+        """Begin drafts after these texts; return the tips (B, 1)."""
+        self.read(sequences_B)
+        self._begin([len(text) - 1 for text in sequences_B])
+        return devices.tensor([text[-1:] for text in sequences_B], self.device)
+
+    def _begin(self, starts_B: list[int]) -> None:
+        """Begin drafts without nodes after these numbers of slots."""
+        self._starts_B = starts_B
+        self._starts_B1 = devices.tensor(starts_B, self.device)[:, None]
+        self._sees_first_B1 = devices.tensor([[n == 0] for n in self._known_B], self.device)
+        self._parents_BN = torch.empty(len(starts_B), 0, dtype=torch.long, device=self.device)
 
     def _store(
         self, tokens_BW: Tensor, hidden_BWH: Tensor, positions_BW: Tensor, slots_BW: Tensor
@@ -203,11 +216,15 @@ class HeadCache:
         self._write(self._values_BTKD, values_BWKD, slots_BW)
         return inputs, rope
 
-    def _slots(self, firsts_B: Sequence[int], width: int) -> Tensor:
-        """Return slots (B, W) from each row's first on; those past the end are the last slot."""
-        firsts_B1 = devices.tensor(list(firsts_B), self.device)[:, None]
-        slots_BW = firsts_B1 + torch.arange(width, device=self.device)
-        return slots_BW.clamp_(max=self._states_BTH.shape[1] - 1)
+    def _slots(self, firsts_B: Sequence[int], counts_B: Sequence[int]) -> Tensor:
+        """Return counts_B[b] slots (B, W) from each row's first on; padding is the last slot."""
+        # Other padding would be written over the states of a draft that continues.
+        last, width = self._states_BTH.shape[1] - 1, max(counts_B)
+        slots = [
+            [*range(first, first + count), *[last] * (width - count)]
+            for first, count in zip(firsts_B, counts_B, strict=True)
+        ]
+        return devices.tensor(slots, self.device, torch.long)
 
     def _write(self, cache_BTx: Tensor, values_BWx: Tensor, slots_BW: Tensor) -> None:
         rows_B1 = torch.arange(len(slots_BW), device=self.device)[:, None]

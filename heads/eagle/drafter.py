@@ -2,7 +2,8 @@
 
 It drafts like a language model (decoding/drafters/chain.py, decoding/drafters/trees/ranked.py),
 except that it reads the target's states at the verified tokens: a draft's own elements are
-replaced after every round. Trees are grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
+replaced after every round. Trees are grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Under
+an overlapped schedule a chain continues from its own outputs before the target has read it.
 
 Shapes: B rows, N drafted tokens, P new nodes, W verified tokens, C channels of the taps, V
 vocabulary.
@@ -76,10 +77,10 @@ class EagleDrafter(RankedTree):
                 f"drafter '{name}': use is '{wrong}', but its head was trained to draft "
                 f"{'a token a step' if self.one_pass else 'in one pass'}. Use `use: {right}`."
             )
-        self.cache, self.config = HeadCache(head, name), head.config
+        self.config = head.config
         # The base classes' uses of `model` are overridden, except those that HeadCache supports.
         super().__init__(
-            model=cast(Target, self.cache),
+            model=cast(Target, HeadCache(head, name)),
             name=name,
             frontier=frontier,
             max_nodes=max_nodes,
@@ -89,8 +90,18 @@ class EagleDrafter(RankedTree):
         self._chain = shape == "chain"
         tree = self.capabilities
         self.capabilities = Capabilities(
-            shape, self._chain or tree.has_q, True, self.config.taps, needs_costs=tree.needs_costs
+            shape,
+            has_q=self._chain or tree.has_q,
+            needs_hidden=True,
+            taps=self.config.taps,
+            can_overlap=self._chain,
+            needs_costs=tree.needs_costs,
         )
+
+    @property
+    def cache(self) -> HeadCache:
+        """The head and the rows' elements."""
+        return cast(HeadCache, self.model)
 
     def width(self, gamma: int) -> int:
         """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""

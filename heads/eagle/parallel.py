@@ -53,7 +53,11 @@ class ParallelEagleDrafter(EagleDrafter):
             execution=execution,
         )
         self.capabilities = replace(
-            self.capabilities, needs_costs=by_cost, steps="round", stops_by_token=False
+            self.capabilities,
+            needs_costs=by_cost,
+            steps="round",
+            stops_by_token=False,
+            can_overlap=False,  # its states come from the target alone
         )
         self._plans: ChainPlans | None = None
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter, Target
@@ -111,15 +110,11 @@ def count_triples(
     settings: Settings,
     draws: int = DRAWS,
 ) -> Counter[Triple]:
-    """Decode one prompt as requests 0 to `draws` - 1, and count their first three tokens.
-
-    The schedules in MANY require a ChainDrafter.
-    """
+    """Decode one prompt as requests 0 to `draws` - 1, and count their first three tokens."""
     counts: Counter[Triple] = Counter()
     for start in range(0, draws, ROWS_AT_ONCE):
         ids = range(start, min(start + ROWS_AT_ONCE, draws))
         if settings.schedule in MANY:
-            assert isinstance(drafter, ChainDrafter)
             done = decode_in_batches(target, drafter, prompt, settings, ids, 3)
         else:
             done = first_tokens(target, drafter, prompt, settings, ids, 3)

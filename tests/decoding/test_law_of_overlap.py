@@ -22,6 +22,7 @@ from tests.support.tiers import tiered
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
 from .rows import COSTS
 from .test_laws import models
+from .test_pearl import AHEAD
 from .test_pearl_plus import REGIMES
 
 SCHEDULES: dict[str, dict] = {
@@ -46,10 +47,15 @@ CASES += [
 ]
 
 
-def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
-    """Return the p-value of law 3 for a chain under token verification. name: key of SCHEDULES."""
+def law_of(
+    name: str, warper: str = "plain", gamma: int = 4, seed: int = 0, row: str = "chain"
+) -> float:
+    """Return the p-value of law 3 under token verification.
+
+    name: key of SCHEDULES. row: that of the drafter.
+    """
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
-    return law_holds(drafter_of("chain"), "token", warper, **more)
+    return law_holds(drafter_of(row), "token", warper, **more)
 
 
 QUICK = [("pearl", 3, "hot_top_p"), ("plus_eager", 3, "hot_top_p")]
@@ -60,6 +66,18 @@ QUICK += [("without_post", 4, "plain"), ("without_pre", 4, "plain")]
 def test_law_3(name: str, gamma: int, warper: str) -> None:
     """Check every schedule; the choices of PEARL+ depend on verified tokens only."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    tiered(
+        [(name, row) for name in SCHEDULES for row in AHEAD[1:]],
+        [("pearl", "eagle3_chain"), ("without_pre", "eagle3_chain"), ("pearl", "recurrent_chain")],
+    ),
+)
+def test_law_3_of_heads(name: str, row: str) -> None:
+    """Check drafts from a head's own outputs, whose q no state of the target has corrected."""
+    assert law_of(name, warper="hot_top_p", gamma=3, row=row) > P_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -78,7 +96,6 @@ def test_grouped_requests_equal_single_ones(name: str, warper: dict) -> None:
     """Check that law 3's batches of requests (batched_requests.py) give the tokens of `decode`."""
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
-    assert isinstance(drafter, ChainDrafter)
     together = decode_in_batches(target, drafter, PROMPT, settings, ids, 9)
     alone = [
         decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids
@@ -132,10 +149,18 @@ def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pearl, "_test", blind)
 
 
-@pytest.mark.parametrize("name", tiered(SCHEDULES, ["pearl", "plus_eager"]))
-def test_law_3_rejects_an_untested_first_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "row"),
+    tiered(
+        [*((name, "chain") for name in SCHEDULES), *(("pearl", row) for row in AHEAD[1:])],
+        [("pearl", "chain"), ("plus_eager", "chain"), ("pearl", "eagle3_chain")],
+    ),
+)
+def test_law_3_rejects_an_untested_first_token(
+    name: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accept_fresh_chunks_first_token(monkeypatch)
-    assert law_of(name) < P_LIMIT
+    assert law_of(name, row=row) < P_LIMIT
 
 
 @pytest.mark.parametrize("schedule", VIRTUAL)

@@ -14,7 +14,7 @@ import pytest
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities
+from decoding.interfaces import Capabilities, Drafter
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
@@ -25,23 +25,29 @@ from tests.support.tiers import tiered
 from tests.support.tiny_targets import VOCABULARY, random_prompts
 
 from .law_3 import WARPERS
-from .rows import COSTS
+from .rows import BY_NAME, COSTS, Kit
 from .test_laws import models, with_rule
 
+# rows whose drafters continue a chain before it is verified
+AHEAD = ("chain", "eagle3_chain", "recurrent_chain")
 BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
 
 
+def drafter_of(row: str) -> Drafter:
+    """Return the drafter of a row for the target of `models`."""
+    return BY_NAME[row].make(Kit(*models(), ()))
+
+
 def run(
-    prompts: Sequence[Sequence[int]], settings: Settings
+    prompts: Sequence[Sequence[int]], settings: Settings, row: str = "chain"
 ) -> tuple[list[Generation], list[Generation]]:
     """Return the generations without a drafter, and those under the schedule of `settings`.
 
-    Prompts are decoded one by one if the schedule runs one prompt at a time.
+    Prompts are decoded one by one if the schedule runs one prompt at a time. row: the drafter's.
     """
-    target, _, draft_model = models()
+    target, drafter = models()[0], drafter_of(row)
     plain = decode(target, None, prompts, settings)
-    drafter = ChainDrafter(model=draft_model)
     if settings.schedule in BATCHED:
         return plain, decode(target, drafter, prompts, settings)
     return plain, [
@@ -50,22 +56,29 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "gamma"), tiered(product(PUBLISHED, (1, 2, 5)), [("pearl_virtual", 2)])
+    ("schedule", "gamma", "row"),
+    tiered(product(PUBLISHED, (1, 2, 5), AHEAD), [("pearl_virtual", 2, row) for row in AHEAD]),
 )
-def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> None:
+def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int, row: str) -> None:
     # One prompt at a time takes ten times as long; twelve have over a thousand tokens to equal.
     plain, drafted = run(
         random_prompts(64 if schedule in BATCHED else 12),
         Settings(max_new_tokens=128, num_draft_tokens=gamma, schedule=schedule),
+        row,
     )
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert sum(g.accepted for g in drafted) > 0
 
 
 @pytest.mark.parametrize(
-    ("schedule", "warper"), tiered(product(PUBLISHED, WARPERS), [("pearl_virtual", "hot_top_p")])
+    ("schedule", "warper", "row"),
+    tiered(
+        product(PUBLISHED, WARPERS, AHEAD), [("pearl_virtual", "hot_top_p", row) for row in AHEAD]
+    ),
 )
-def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: str) -> None:
+def test_law_2_coupled_output_is_the_targets_own_sample(
+    schedule: str, warper: str, row: str
+) -> None:
     settings = Settings(
         max_new_tokens=48,
         num_draft_tokens=3,
@@ -75,7 +88,7 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
         **WARPERS[warper],
     )
     # equality is exact, so more prompts add no power but what a batch adds
-    plain, drafted = run(random_prompts(24 if schedule in BATCHED else 8), settings)
+    plain, drafted = run(random_prompts(24 if schedule in BATCHED else 8), settings, row)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 

@@ -15,23 +15,23 @@ from tests.support.tiny_targets import hf_model, native_of, random_prompts
 from .rows import COSTS
 from .test_law_controls import Breaker, key_noise_by_place
 from .test_laws import models, with_rule
-from .test_pearl import BATCHED, run
+from .test_pearl import AHEAD, BATCHED, drafter_of, run
 
+by_row = pytest.mark.parametrize("row", AHEAD)
 by_rule = pytest.mark.parametrize("rule", tiered(["greedy", "token", "coupled"], ["token"]))
 
 
+@by_row
 @by_rule
 @pytest.mark.parametrize("schedule", BATCHED)
-def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> None:
+def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str, row: str) -> None:
     settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule)
-    target, _, draft_model = models()
+    target, drafter = models()[0], drafter_of(row)
     prompts = random_prompts(10, seed=3)
     ids = [40 + i for i in range(len(prompts))]
-    together = decode(target, ChainDrafter(model=draft_model), prompts, settings, request_ids=ids)
+    together = decode(target, drafter, prompts, settings, request_ids=ids)
     for prompt, request, expected in zip(prompts, ids, together):
-        (alone,) = decode(
-            target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request]
-        )
+        (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
         assert (
             alone.tokens,
             alone.rounds,
@@ -52,18 +52,18 @@ def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> Non
 def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key_noise_by_place(monkeypatch)
     with pytest.raises(AssertionError):
-        test_law_5_ragged_batches_equal_single_rows("pearl_virtual", rule)
+        test_law_5_ragged_batches_equal_single_rows("pearl_virtual", rule, "chain")
 
 
+@by_row
 @by_rule
 @pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
-def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str) -> None:
+def test_law_5_earlier_requests_change_nothing(schedule: str, rule: str, row: str) -> None:
     """Check that schedules of one row give the same output in both orders of the requests."""
     settings = with_rule(
         rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS
     )
-    target, _, draft_model = models()
-    drafter, found = ChainDrafter(model=draft_model), []
+    target, drafter, found = models()[0], drafter_of(row), []
     requests = list(enumerate(random_prompts(10, seed=3)))
     for order in (requests, requests[::-1]):
         done = {
@@ -122,11 +122,11 @@ def test_law_5_a_drafter_at_the_end_of_its_context_leaves_the_rest_to_the_target
         assert done.tokens == plain.tokens
 
 
+@by_row
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", VIRTUAL)
-def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str) -> None:
-    target, _, draft_model = models()
-    drafter = ChainDrafter(model=draft_model)
+def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str, row: str) -> None:
+    target, drafter = models()[0], drafter_of(row)
     for length in (1, 2, 12):
         settings = with_rule(rule, max_new_tokens=length, costs=COSTS, schedule=schedule)
         for prompt in ([7], [9, 4]):
@@ -135,9 +135,10 @@ def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str)
             assert (done.tokens, len(done.tokens)) == (plain.tokens, length)
 
 
+@pytest.mark.parametrize("row", ["chain", "eagle3_chain"])
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_law_5_cache_lengths_after_every_round(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
+    schedule: str, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = 0
     original = Pearl.round
@@ -158,6 +159,7 @@ def test_law_5_cache_lengths_after_every_round(
     run(
         random_prompts(8),
         Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS),
+        row,
     )
     assert seen > 100
 
@@ -186,4 +188,4 @@ def test_law_5_rejects_a_cache_that_is_too_long(
 ) -> None:
     broken(monkeypatch)
     with pytest.raises(AssertionError):
-        test_law_5_cache_lengths_after_every_round(schedule, monkeypatch)
+        test_law_5_cache_lengths_after_every_round(schedule, "chain", monkeypatch)

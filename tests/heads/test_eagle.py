@@ -316,8 +316,11 @@ def test_a_head_of_another_target_is_refused():
             EagleDrafter(head=head).prepare(target, None)
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_verified_text_is_never_read_again(shape: str):
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [("chain", "serial"), ("tree", "serial"), ("chain", "pearl_virtual")],
+)
+def test_verified_text_is_never_read_again(shape: str, schedule: str):
     """Check the numbers of elements that the head computes in each call, after the prompt."""
     target = native_of(hf_model(layers=2))
     head, gamma = random_eagle(target), 3
@@ -326,9 +329,12 @@ def test_verified_text_is_never_read_again(shape: str):
     head.midlayer.self_attn.k_proj.register_forward_hook(
         lambda _, given, found: sizes.append(found.shape[1])
     )
-    (done,) = decode(target, drafter, random_prompts(1), Settings(40, num_draft_tokens=gamma))
+    settings = Settings(40, num_draft_tokens=gamma, schedule=schedule)
+    (done,) = decode(target, drafter, random_prompts(1), settings)
     nodes = 2 if shape == "tree" else 1
     assert len(done.tokens) == 40 and max(sizes[1:]) <= max(gamma + 1, nodes)
+    if shape == "chain":  # each chunk's elements, and once those whose states are known
+        assert sum(sizes[1:]) <= done.drafted + 40
 
 
 def test_a_prompt_of_one_token_drafts_like_its_evaluation(monkeypatch: pytest.MonkeyPatch):

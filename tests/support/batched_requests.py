@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.interfaces import Target
+from decoding.interfaces import Drafter, Target
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules import by_name
@@ -42,7 +42,7 @@ MANY: dict[str, type[Pearl]] = {
 @torch.inference_mode()
 def decode_in_batches(
     target: Target,
-    drafter: ChainDrafter,
+    drafter: Drafter | None,
     prompt: Sequence[int],
     settings: Settings,
     request_ids: Sequence[int],
@@ -92,10 +92,9 @@ def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
     passed, tested: accepted and tested tokens of each row in that round.
     """
     mine = copy(batch)
-    mine.target, drafter = copy(batch.target), copy(batch.drafter)
-    assert isinstance(drafter, ChainDrafter)
-    drafter.model = copy(drafter.model)
-    mine.drafter = drafter
+    mine.target, mine.drafter = copy(batch.target), copy(batch.drafter)
+    if isinstance(mine.drafter, ChainDrafter):
+        mine.drafter.model = copy(mine.drafter.model)
     keep(mine, places)
     if isinstance(mine, PearlPlus):
         mine.overall, mine.first, mine.next = copy(mine.overall), copy(mine.first), copy(mine.next)
