@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
+from decoding.interfaces import Chooser
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
 from decoding.sampling.rule_names import FRESH, LOSSY, check_verify, split_rule
@@ -249,3 +250,15 @@ class TokenChooser:
         if len(self._cached) > most:
             for key in list(self._cached)[: -most // 2]:
                 del self._cached[key]
+
+
+def likeliest_chooser(chooser: Chooser) -> TokenChooser:
+    """Return a chooser of the likeliest tokens, without q, for the drafts of another's round."""
+    return TokenChooser(
+        Warper(0.0, 0, 1.0, 0.0),
+        "greedy",
+        0,
+        chooser.vocab_size,
+        chooser.device,
+        chooser.processors,
+    )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,18 +24,24 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.sampling.warpers import Warper
 from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
-from heads.medusa.checkpoint import LAYOUT, MODEL_TYPE
-from heads.medusa.model import MedusaConfig, MedusaHeads
+from heads.block.kind import DFLASH
+from heads.block.shape import BlockConfig
+from heads.eagle.kind import KIND as EAGLE
+from heads.eagle.model import EagleConfig
+from heads.medusa.kind import KIND as MEDUSA
+from heads.medusa.model import MedusaConfig
 from jobs.files import write_text
+from serving.engines.heads import HEADS
 from serving.engines.interface import EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
 from serving.engines.registry import ENGINES
 from training.heads.checkpoint import save_head
+from training.heads.kind import HeadKind
 
 DRAWS = 2_000
 A_BATCH = 250  # draws of one request to the engine
 ROWS = 50  # of these decoded together, if the engine can
-SYMBOLS, CONTEXT, DRAFTED = 5, 32, 3
+SYMBOLS, LAYERS, CONTEXT, DRAFTED = 5, 2, 32, 3
 WIDTH = 64  # of two attention heads of 32, the smallest that vLLM has for CPUs
 SPREAD = 0.2  # standard deviation of random weights
 PROMPT = [3, 1, 4, 2, 4]
@@ -74,7 +81,7 @@ def write_model(folder: Path, seed: int, spread: float = SPREAD) -> Path:
         vocab_size=SYMBOLS,
         hidden_size=WIDTH,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=2,
         max_position_embeddings=CONTEXT,
         initializer_range=spread,
@@ -89,17 +96,29 @@ def write_model(folder: Path, seed: int, spread: float = SPREAD) -> Path:
 def write_drafter(method: str, folder: Path) -> str:
     """Write a random drafter of a method; return its folder, empty if the method has none."""
     if method == "draft_model":
-        write_model(folder, seed=2)
-    elif method == MODEL_TYPE:
-        shape = MedusaConfig(SYMBOLS, WIDTH, num_heads=DRAFTED)
-        heads = MedusaHeads(shape)
-        torch.manual_seed(2)
-        for weight in heads.parameters():
-            torch.nn.init.normal_(weight, std=SPREAD)
-        save_head(LAYOUT, shape, heads, folder)
-    else:
+        return str(write_model(folder, seed=2))
+    if method not in HEADS:
         return ""
+    kind, shape = _random_head(method)
+    head = kind.empty(shape)
+    torch.manual_seed(2)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=SPREAD)
+    save_head(kind.layout, shape, head, folder)
     return str(folder)
+
+
+def _random_head(method: str) -> tuple[HeadKind, Any]:
+    """Return the kind of a method's head, and its shape for a model of `write_model`."""
+    sizes = {"vocab_size": SYMBOLS, "hidden_size": WIDTH}
+    if method == MEDUSA.name:
+        return MEDUSA, MedusaConfig(**sizes, num_heads=DRAFTED)
+    sizes |= {"num_heads": 2, "num_kv_heads": 2, "head_dim": WIDTH // 2, "intermediate_size": 24}
+    if method == EAGLE.name:
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        return EAGLE, EagleConfig(**sizes, taps=(1,), rope=rope, max_positions=CONTEXT)
+    block = {"target_layers": LAYERS, "block_size": DRAFTED + 1, "mask_token_id": SYMBOLS - 1}
+    return DFLASH, BlockConfig(**sizes, **block, taps=(1,))
 
 
 def exact_law(target_folder: Path, sampling: Sampling) -> dict[Triple, float]:

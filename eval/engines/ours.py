@@ -10,11 +10,12 @@ from functools import partial
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Chooser, Drafter, Policies, Proposal, Tokens
 from decoding.loop import decode
-from decoding.sampling.token_chooser import TokenChooser
-from decoding.sampling.warpers import Warper
+from decoding.sampling.token_chooser import likeliest_chooser
 from eval.engines.plan import Trial
 from eval.measure.measurement import Bench
 from eval.statistics.metrics import add_by_depth
+from heads.block.drafter import BlockDrafter
+from heads.eagle.drafter import EagleDrafter
 from heads.medusa.drafter import MedusaDrafter
 from serving.engines.interface import Answer, BatchResult, Sampling
 
@@ -31,15 +32,7 @@ class PointMassDrafter(ChainDrafter):
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain of each row's likeliest tokens."""
-        greedy = TokenChooser(
-            Warper(0.0, 0, 1.0, 0.0),
-            "greedy",
-            0,
-            chooser.vocab_size,
-            chooser.device,
-            chooser.processors,
-        )
-        return super().propose(sequences_B, budgets_B, stopping_B, greedy)
+        return super().propose(sequences_B, budgets_B, stopping_B, likeliest_chooser(chooser))
 
 
 class OurEngine:
@@ -91,13 +84,27 @@ class OurEngine:
         """Return the drafter of a trial, as a chain of the engine's rule; each is made once."""
         name, likeliest = trial.arm.drafter, trial.rule == "point_mass"
         drafter = self.bench.drafters.get(name)
-        if isinstance(drafter, ChainDrafter) and likeliest:
-            make: Callable[..., Drafter] = partial(PointMassDrafter, model=drafter.model)
-        elif isinstance(drafter, MedusaDrafter):
-            children = "top_k" if likeliest else "sampled"
-            make = partial(MedusaDrafter, heads=drafter.heads, shape="chain", children=children)
-        else:
+        make = _chain_of(drafter, likeliest)
+        if make is None:
             return drafter
         if (name, likeliest) not in self._chains:
             self._chains[name, likeliest] = make(name=name)
         return self._chains[name, likeliest]
+
+
+def _chain_of(drafter: Drafter | None, likeliest: bool) -> Callable[..., Drafter] | None:
+    """Return what makes a drafter of fixed chains with another's model; None: it is one itself.
+
+    likeliest: whether it drafts the likeliest tokens at any temperature. Trees, and lengths chosen
+    by costs or by a confidence, are features of our loop alone.
+    """
+    options = {"shape": "chain", "children": "top_k" if likeliest else "sampled"}
+    if isinstance(drafter, MedusaDrafter):
+        return partial(MedusaDrafter, heads=drafter.heads, **options)
+    if isinstance(drafter, EagleDrafter):
+        return partial(EagleDrafter, head=drafter.cache.head, **options)
+    if isinstance(drafter, BlockDrafter):
+        return partial(BlockDrafter, head=drafter.head, **options)
+    if isinstance(drafter, ChainDrafter) and likeliest:
+        return partial(PointMassDrafter, model=drafter.model)
+    return None

@@ -9,15 +9,12 @@ from pathlib import Path
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
 from decoding.models.draft_vocabulary import draft_vocab_size
-from decoding.models.folder import read_json
 from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
 from eval.measure.setup import Loaded
-from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
-from heads.medusa.drafter import MedusaDrafter
 from jobs.drafters import CONTROL
+from serving.engines.heads import ServedHead, served_head
 from serving.engines.registry import ENGINES, OURS
 
 DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
@@ -129,23 +126,31 @@ def check_engines(cfg: EvalConfig) -> None:
 
 
 def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
-    """Return the arms of all engines that a run names."""
+    """Return the arms of all engines that a run names.
+
+    Raises UserError if none of them measures any of the drafters that it names.
+    """
     others = [name for name in engine_names(cfg) if name != OURS]
     if not others:
         return EnginePlan([], {}, [])
     methods, not_run = _methods(loaded, others)
-    arms = []
+    named = loaded.bench.drafters.keys() - {CONTROL}
+    if named and not methods and OURS not in engine_names(cfg):
+        raise UserError(
+            f"engine is {cfg.engine}, which measures none of the drafters. Add ours to it, or "
+            f"remove them: {'; '.join(not_run)}"
+        )
+    any_length, arms = cfg.num_draft_tokens or [DRAFT_LENGTH], list[EngineArm]()
     for engine in engine_names(cfg):
         arms.append(EngineArm(engine))
-        for name, method in methods.items():
-            if engine == OURS or method in (DRAFT_MODEL, *ENGINES[engine].heads):
-                drafter = loaded.bench.drafters[name]
-                arms += [EngineArm(engine, method, name, n) for n in _lengths(cfg, drafter)]
+        for name, head in methods.items():
+            if engine == OURS or head.method in (DRAFT_MODEL, *ENGINES[engine].heads):
+                lengths = [head.num_draft_tokens] if head.num_draft_tokens else any_length
+                arms += [EngineArm(engine, head.method, name, n) for n in lengths]
             else:
-                not_run.append(f"{name} in {engine}: it does not run heads of {method}")
+                not_run.append(f"{name} in {engine}: it does not run heads of {head.method}")
         if CONTROL in loaded.bench.drafters:
-            lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
-            arms += [EngineArm(engine, "ngram", CONTROL, n) for n in lengths]
+            arms += [EngineArm(engine, "ngram", CONTROL, n) for n in any_length]
     batched = max(cfg.batch_sizes) > 1
     not_run += [
         f"drafters in {engine} at batch sizes above 1: it drafts for one prompt at a time"
@@ -161,23 +166,31 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
     return EnginePlan(arms, folders, not_run)
 
 
-def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return drafter -> method of those that an engine runs, and sentences on the others.
+def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, ServedHead], list[str]]:
+    """Return how engines run each drafter that one of them runs, and sentences on the others.
 
     engines: names of the engines besides ours.
     """
     heads = {kind for engine in engines for kind in ENGINES[engine].heads}
-    methods: dict[str, str] = {}
+    methods: dict[str, ServedHead] = {}
     not_run: list[str] = []
     folders: list[Path] = []
     for name, drafter in loaded.bench.drafters.items():
         if name == CONTROL:
             continue
         folder = loaded.folders.get(name, (None, ""))[0]
-        method = _method_of(drafter, folder)
-        if folder is None or method not in (DRAFT_MODEL, *heads):
+        head: ServedHead | None = None
+        try:
+            if type(drafter) is ChainDrafter:
+                head = ServedHead(DRAFT_MODEL)
+            elif heads and folder is not None:
+                head = served_head(drafter, folder, loaded.bench.target.num_layers)
+        except UserError as error:
+            not_run.append(f"{name}: {error}")
+            continue
+        if folder is None or head is None:
             not_run.append(f"{name}: only our own loop runs this kind of drafter")
-        elif method == DRAFT_MODEL and (size := draft_vocab_size(folder)):
+        elif head.method == DRAFT_MODEL and (size := draft_vocab_size(folder)):
             not_run.append(
                 f"{name}: only our own loop reads its draft vocabulary of {size:,} tokens. `python "
                 f"scripts/full_vocabulary.py {folder} COPY` makes a drafter for the others"
@@ -185,26 +198,9 @@ def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, str], li
         elif folder in folders:
             not_run.append(f"{name}: engines measure its model under another entry")
         else:
-            methods[name] = method
+            methods[name] = head
             folders.append(folder)
     return methods, not_run
-
-
-def _method_of(drafter: Drafter, folder: Path | None) -> str:
-    """Return the method by which engines run a drafter, empty if none does."""
-    if type(drafter) is ChainDrafter:
-        return DRAFT_MODEL
-    if folder is None or type(drafter) is not MedusaDrafter:
-        return ""
-    # Engines do not read the original layout, which has no model_type.
-    return MEDUSA if read_json(folder / "config.json").get("model_type") == MEDUSA else ""
-
-
-def _lengths(cfg: EvalConfig, drafter: Drafter) -> list[int]:
-    """Return the draft lengths of a drafter. Medusa heads draft one token each, never fewer."""
-    if isinstance(drafter, MedusaDrafter):
-        return [drafter.config.num_heads]
-    return cfg.num_draft_tokens or [DRAFT_LENGTH]
 
 
 def describe_arms(arms: Sequence[EngineArm]) -> str:

@@ -4,6 +4,7 @@ Presets share a class: they differ in their file of values, and in whether predi
 tokens drafted before them.
 """
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,15 @@ class BlockKind(BlockPredictions, HeadKind):
         target = shlex.quote(name_anywhere(card["target"]))
         shape = BlockConfig(**{**card["shape"], "taps": tuple(card["shape"]["taps"])})
         drafter = "{use: block, folder: ., shape: tree}" if self.tree else "."
+        launch = [f'python -m eval.run target.path={target} "drafters=[{drafter}]"']
+        remarks = (
+            "One pass drafts a whole block. `shape=tree` drafts a tree of the likeliest "
+            "tokens from it, for heads without a correction."
+        )
+        if shape.is_dflash and not shape.draft_vocab_size:
+            served = {"method": "dflash", "model": ".", "num_speculative_tokens": shape.num_drafts}
+            launch.append(f"vllm serve {target} --speculative-config '{json.dumps(served)}'")
+            remarks += " vLLM drafts a chain."
         return ReadmeParts(
             tag=self.name,
             title=self.title,
@@ -182,9 +192,8 @@ class BlockKind(BlockPredictions, HeadKind):
             reads=f"hidden states after {len(shape.taps)} of its layers, embedding and lm_head",
             layout="the published layout of DFlash (config.json with dflash_config, and "
             "model.safetensors), with the layout of the block (sample_from_anchor)",
-            launch=(f'python -m eval.run target.path={target} "drafters=[{drafter}]"',),
-            remarks="One pass drafts a whole block. `shape=tree` drafts a tree of the likeliest "
-            "tokens from it, for heads without a correction.",
+            launch=launch,
+            remarks=remarks,
         )
 
 

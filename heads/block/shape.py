@@ -48,3 +48,8 @@ class BlockConfig:
     def num_drafts(self) -> int:
         """Return K, the number of tokens that a block drafts."""
         return self.block_size - (self.layout == FILL_IN)
+
+    @property
+    def is_dflash(self) -> bool:
+        """Whether a server that knows DFlash alone reads the head, causal or not."""
+        return self.layout == FILL_IN and self.correction == NONE and not self.confidence

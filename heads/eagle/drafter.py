@@ -30,6 +30,7 @@ from decoding.interfaces import (
     Target,
     Tokens,
 )
+from decoding.sampling.token_chooser import likeliest_chooser
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
 from heads.eagle.model import EagleHead
@@ -46,9 +47,9 @@ class EagleDrafter(RankedTree):
     """Drafter of a tree, or a chain, from an EAGLE-3 head in a folder or in memory.
 
     shape: `tree`, or `chain`, whose length the stopping policy decides. frontier, max_nodes,
-    by_cost, children: see `RankedTree`; a chain has none of them. execution: `fused` runs the
-    products of a loaded head like those of a fused target. Raises UserError for an invalid folder
-    or argument.
+    by_cost: of a tree, see `RankedTree`. children: `sampled`, or `top_k` for the likeliest tokens
+    as point masses, of a chain too. execution: `fused` runs the products of a loaded head like
+    those of a fused target. Raises UserError for an invalid folder or argument.
     """
 
     one_pass = False  # drafts of heads with mask elements: heads/eagle/parallel.py
@@ -91,7 +92,7 @@ class EagleDrafter(RankedTree):
         tree = self.capabilities
         self.capabilities = Capabilities(
             shape,
-            has_q=self._chain or tree.has_q,
+            has_q=tree.has_q,
             needs_hidden=True,
             taps=self.config.taps,
             can_overlap=self._chain,
@@ -138,8 +139,11 @@ class EagleDrafter(RankedTree):
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain or a tree for each row."""
-        kind = ChainDrafter if self._chain else RankedTree
-        return kind.propose(self, sequences_B, budgets_B, stopping_B, chooser)
+        if not self._chain:
+            return super().propose(sequences_B, budgets_B, stopping_B, chooser)
+        if self.children == "top_k" and chooser.tests_q:
+            chooser = likeliest_chooser(chooser)
+        return ChainDrafter.propose(self, sequences_B, budgets_B, stopping_B, chooser)
 
     def observe(self, observation: Observation) -> None:
         """Store the target's states at the tip and the accepted tokens of each row."""

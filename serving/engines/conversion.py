@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.models.draft_vocabulary import check_full_vocabulary
-from decoding.models.folder import hash_input, read_config
+from decoding.models.draft_vocabulary import D2T, check_full_vocabulary, draft_vocab_size, ids_of
+from decoding.models.folder import WEIGHTS, hash_input, load_state, read_config
 from decoding.models.gguf.writer import write_gguf
+from decoding.models.native.weights import NativeConfig
+from jobs.files import write_tensors
+from serving.engines.heads import DFLASH
 from serving.engines.interface import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +54,8 @@ def prepare(
         return for_llama_cpp(config, cache), {"LLAMA_SERVER": str(server)}
     if engine == "openvino":
         return for_openvino(config, cache, Path(python)), {}
+    if engine == "vllm":
+        return for_vllm(config, cache), {}
     return config, {}
 
 
@@ -62,6 +67,26 @@ def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
 def for_openvino(config: EngineConfig, cache: Path, python: Path) -> EngineConfig:
     """Return a configuration whose target and drafter are exported to OpenVINO."""
     return _convert(config, lambda folder: openvino_of(folder, cache, python))
+
+
+def for_vllm(config: EngineConfig, cache: Path) -> EngineConfig:
+    """Return a configuration whose DFlash head holds the output rows of its draft vocabulary.
+
+    vLLM takes the rows of a head without them from the target's lm_head only if it drafts all
+    tokens. Raises UserError for an invalid draft vocabulary, or if the copy cannot be written.
+    """
+    folder, target = Path(config.method.drafter), config.target
+    if config.method.name != DFLASH or not draft_vocab_size(folder):
+        return config
+    path = cache / f"{_name(folder)}.{DFLASH}" / WEIGHTS
+    if not path.exists():
+        state, shape = load_state(folder), NativeConfig.from_dict(read_config(target))
+        rows = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+        ids_N = ids_of(state[D2T], shape.vocab_size, folder)
+        state["lm_head.weight"] = load_state(target)[rows][ids_N]
+        write_tensors(path, state, {"format": "pt"})
+    shutil.copy(folder / "config.json", path.parent)
+    return replace(config, method=replace(config.method, drafter=str(path.parent)))
 
 
 def _convert(config: EngineConfig, convert: Callable[[str], Path]) -> EngineConfig:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
+from serving.engines.heads import HEADS
 
 OURS = "ours"
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ ENGINES: dict[str, Engine] = {
         rule="point_mass",
         python=".venv-vllm/bin/python",
         distribution_is_tested=True,
-        heads=("medusa",),
+        heads=HEADS,
     ),
     "llama_cpp": Engine(
         worker="llama_cpp_worker.py",

@@ -2,24 +2,44 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 
 from decoding.drafters.chain import ChainDrafter
-from eval.engines.distribution import exact_law, judge_sampling, read_or_test, write_model
+from decoding.drafters.registry import DRAFTERS, head_of, imported
+from decoding.models.load import load_target
+from eval.engines.distribution import (
+    exact_law,
+    judge_sampling,
+    read_or_test,
+    write_drafter,
+    write_model,
+)
 from eval.engines.ours import PointMassDrafter
 from eval.statistics.joint_law import P_LIMIT
+from heads.block.drafter import BlockDrafter
+from heads.eagle.drafter import EagleDrafter
+from serving.engines.heads import HEADS, served_head
 from serving.engines.interface import Sampling
 from serving.engines.process import WORKERS
 from serving.engines.registry import ENGINES
 from tests.decoding.law_3 import law_holds
-from tests.decoding.rows import draft_table
+from tests.decoding.rows import draft_table, random_eagle
+from tests.support.block_heads import LAW_3_SIZES, random_block
 
 WARM = Sampling(1, temperature=0.7, top_k=3)
 
 
-def test_point_masses_keep_the_targets_distribution():
-    drafter = PointMassDrafter(model=draft_table())
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash"])
+def test_point_masses_keep_the_targets_distribution(kind):
+    chain = {"shape": "chain", "children": "top_k"}
+    drafter = {
+        "draft_model": lambda: PointMassDrafter(model=draft_table()),
+        "eagle3": lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), **chain),
+        "dflash": lambda: BlockDrafter(head=random_block(LAW_3_SIZES), **chain),
+    }[kind]()
+    assert not drafter.capabilities.has_q
     assert law_holds(drafter, "token", "plain") > P_LIMIT
 
 
@@ -37,6 +57,15 @@ def test_the_exact_law_sums_to_one_and_follows_the_warpers(tmp_path):
     law = exact_law(write_model(tmp_path / "target", seed=1), WARM)
     assert sum(law.values()) == pytest.approx(1.0)
     assert len(law) == 27
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_every_head_that_vllm_runs_has_a_random_one_for_the_test(method, tmp_path):
+    folder = Path(write_drafter(method, tmp_path / "head"))
+    target = load_target(write_model(tmp_path / "target", seed=1), dtype="float32")
+    drafter = imported(DRAFTERS[head_of(folder)].kind)(folder)
+    drafter.prepare(target, None)
+    assert served_head(drafter, folder, target.num_layers).method == method
 
 
 @pytest.mark.exhaustive
@@ -74,7 +103,10 @@ def test_an_engine_that_fails_in_the_test_has_no_verdict_and_its_words_are_shown
 
 
 @pytest.mark.engines
-def test_vllm_for_cpus_is_biased_by_one_of_its_functions(tmp_path, vllm_python, monkeypatch):
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "dflash"])
+def test_vllm_for_cpus_is_biased_by_one_of_its_functions(
+    tmp_path, vllm_python, monkeypatch, method
+):
     """Check that vLLM 0.32.0 for CPUs is found to be biased, and with a correction is not.
 
     Its CPU version of `expand` writes into a copy, so drafted positions have no temperature. The
@@ -99,8 +131,8 @@ def test_vllm_for_cpus_is_biased_by_one_of_its_functions(tmp_path, vllm_python, 
     corrected = dataclasses.replace(ENGINES["vllm"], worker=str(program))
     monkeypatch.setitem(ENGINES, "corrected", corrected)
     sampling, log = Sampling(1, temperature=1.0), tmp_path / "log"
-    found = judge_sampling("vllm", str(vllm_python), "ngram", sampling, log)
+    found = judge_sampling("vllm", str(vllm_python), method, sampling, log)
     if found.version != "0.32.0":
         pytest.skip(f"vLLM {found.version} is another version")
     assert found.is_biased, found.detail
-    assert not judge_sampling("corrected", str(vllm_python), "ngram", sampling, log).is_biased
+    assert not judge_sampling("corrected", str(vllm_python), method, sampling, log).is_biased

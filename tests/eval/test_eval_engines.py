@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from transformers import AutoModelForCausalLM
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import restrict_head
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.engines.agreement import AGREES, DIFFERS, TOO_FEW, Counts, compare, counts_of, fisher
+from eval.engines.agreement import (
+    AGREES,
+    DIFFERS,
+    NOT_COMPARED,
+    TOO_FEW,
+    Counts,
+    compare,
+    counts_of,
+    fisher,
+)
 from eval.engines.measure import FILE, EngineSession
 from eval.engines.ours import OurEngine
 from eval.engines.plan import plan_engines
@@ -25,8 +35,12 @@ from eval.measure.records import Condition
 from eval.measure.setup import load
 from eval.run import run
 from eval.statistics.schema import read_all_rows, read_rows
-from heads.medusa.checkpoint import LAYOUT
-from heads.medusa.model import MedusaConfig, MedusaHeads
+from heads.block.kind import DFLASH, DSPARK, JETSPEC
+from heads.block.shape import BlockConfig
+from heads.eagle.kind import KIND as EAGLE
+from heads.eagle.model import EagleConfig
+from heads.medusa.kind import KIND as MEDUSA
+from heads.medusa.model import MedusaConfig
 from jobs.config import TargetConfig
 from jobs.drafters import CONTROL
 from jobs.paths import resolve
@@ -34,12 +48,14 @@ from serving.engines.interface import Sampling
 from serving.engines.registry import ENGINES, ROOT
 from tests.support import tiny_folders as tiny
 from tests.support.engine_folders import write_broken, write_drafter, write_target
-from tests.support.trained_medusa import train_medusa
+from tests.support.trained_heads import train_head
 from training.heads.checkpoint import save_head
+from training.heads.kind import HeadKind
 
 VLLM = os.environ.get("SHALLOW_DRAFT_VLLM_PYTHON", str(ROOT / ENGINES["vllm"].python))
 # Noise with which the first token of a draft is accepted in half of the rounds or more.
 NOISE, NOISE_OF_EMBEDDED = 0.05, 0.1
+EMBEDDED_HIDDEN = 192  # hidden size of the embedded target
 
 
 @pytest.fixture(scope="module")
@@ -177,24 +193,56 @@ def test_a_dry_run_of_an_engine_alone_has_no_sweep_and_names_small_vocabularies(
     assert "few: only our own loop reads its draft vocabulary of 30 tokens. `python" in shown
 
 
-def test_medusa_heads_are_planned_as_a_chain_in_engines_that_run_them(engine_home):
-    heads = engine_home / "medusa"
-    shape = MedusaConfig(len(tiny.tokenizer()), 64, num_heads=2)
-    save_head(LAYOUT, shape, MedusaHeads(shape), heads)
+def write_head(folder: Path, kind: HeadKind, shape: Any) -> Path:
+    """Write a random head of the target in `engine_home`."""
+    torch.manual_seed(0)
+    save_head(kind.layout, shape, kind.empty(shape), folder)
+    return folder
+
+
+def layer_sizes() -> dict[str, Any]:
+    """Return the sizes that heads with layers share with the target in `engine_home`."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96}
+    return sizes | {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "taps": (1,)}
+
+
+def eagle_shape(**fields: Any) -> EagleConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return EagleConfig(**layer_sizes(), rope=rope, max_positions=256, **fields)
+
+
+def block_shape(**fields: Any) -> BlockConfig:
+    sizes = {"target_layers": 2, "block_size": 6, "mask_token_id": 5}
+    return BlockConfig(**layer_sizes(), **(sizes | fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "method", "length"),
+    [
+        (MEDUSA, MedusaConfig(len(tiny.tokenizer()), 64, num_heads=2), "medusa", 2),
+        (EAGLE, eagle_shape(), "eagle3", 3),
+        (DFLASH, block_shape(), "dflash", 5),
+        (JETSPEC, block_shape(in_block_mask="causal"), "dflash", 5),
+    ],
+    ids=["medusa", "eagle3", "dflash", "jetspec"],
+)
+def test_heads_are_planned_as_chains_in_engines_that_run_them(
+    engine_home, tmp_path, kind, shape, method, length
+):
     cfg = engine_config(
         engine_home,
         "heads",
         engine=["ours", "hf", "vllm"],
-        drafters=[str(heads)],
+        drafters=[str(write_head(tmp_path / "head", kind, shape))],
         prompt_lookup_control=False,
-        num_draft_tokens=[3],
+        num_draft_tokens=[3],  # of which vLLM drafts what a block or Medusa's heads have
     )
     loaded = load(cfg)
     plan = plan_engines(cfg, loaded)
-    assert plan.not_run == ["medusa in hf: it does not run heads of medusa"]
+    assert plan.not_run == [f"head in hf: it does not run heads of {method}"]
     assert [(arm.engine, arm.method, arm.num_draft_tokens) for arm in plan.arms] == [
-        *(("ours", "autoregressive", 0), ("ours", "medusa", 2)),
-        *(("hf", "autoregressive", 0), ("vllm", "autoregressive", 0), ("vllm", "medusa", 2)),
+        *(("ours", "autoregressive", 0), ("ours", method, length)),
+        *(("hf", "autoregressive", 0), ("vllm", "autoregressive", 0), ("vllm", method, length)),
     ]
     trials = plan.trials(cfg, Condition(1.0, 1))
     compared = [trial for trial in trials if trial.ignore_eos]
@@ -204,10 +252,24 @@ def test_medusa_heads_are_planned_as_a_chain_in_engines_that_run_them(engine_hom
     ]
     sampling = Sampling(8, temperature=1.0, ignore_eos=True)
     result = OurEngine(loaded.bench).decode(compared[1], [[5, 6, 7]], sampling, [0])
-    assert result.drafted > result.rounds  # chains, of two tokens but for the last ones
-    assert plan_engines(dataclasses.replace(cfg, engine=["hf"]), loaded).not_run == [
-        "medusa: only our own loop runs this kind of drafter"
-    ]
+    assert result.drafted > result.rounds  # chains, shorter only at the end of the text
+    assert len(result.tested_by_depth) <= length
+    with pytest.raises(UserError, match="engine is hf, which measures none of the drafters.*head"):
+        plan_engines(dataclasses.replace(cfg, engine="hf"), loaded)
+
+
+def test_a_head_that_vllm_refuses_is_named_with_its_words(engine_home, tmp_path):
+    shape = block_shape(layout="anchor_first", correction="markov", rank=4)
+    drafters = [str(write_head(tmp_path / "dspark", DSPARK, shape)), str(engine_home / "noisy")]
+    cfg = engine_config(engine_home, "heads", engine=["ours", "vllm"], drafters=drafters)
+    loaded = load(cfg)
+    plan = plan_engines(cfg, loaded)
+    assert {arm.drafter for arm in plan.arms} == {"", "noisy", CONTROL}
+    [note] = plan.not_run
+    assert note.startswith(f"dspark: vLLM does not run the head {drafters[0]}: its DSpark needs a")
+    alone = dataclasses.replace(cfg, engine=["vllm"], drafters=drafters[:1])
+    with pytest.raises(UserError, match="measures none of the drafters. Add ours to it, .* dspark"):
+        plan_engines(alone, load(alone))
 
 
 # -------------------------------------------------------------------- Hugging Face's own `generate`
@@ -319,33 +381,68 @@ def test_vllm_gives_the_targets_text_and_accepts_as_often_as_ours(vllm_home):
     assert 0.1 < rows[1].alpha < 1
 
 
-@pytest.mark.engines
-def test_vllm_accepts_the_tokens_of_medusa_heads_as_often_as_ours(vllm_home, tmp_path):
-    """Compare vLLM's chain of the heads' best tokens with the same chain in our loop.
-
-    The control are the same heads in another order, in vLLM alone.
-    """
-    heads = train_medusa(tmp_path / "run")
-    cfg = vllm_config(vllm_home, "medusa", drafters=[str(heads)])
-    folder = run(cfg)
-    _, rows = read_all_rows(folder / "results.jsonl")
-    assert [(row.method, row.num_draft_tokens) for row in rows] == [
-        ("autoregressive", 0),
-        ("medusa", 4),
-    ]
-    assert {row.lossless for row in rows} <= {"equal", "ties"}
-    assert rows[1].agreement == AGREES, rows[1].agreement_detail
-    assert 0.05 < rows[1].alpha < 1
-    turned = tmp_path / "turned"
-    shutil.copytree(heads, turned)
-    state = load_file(turned / "model.safetensors")
-    heads_turned = {
+def turn_medusa(state: dict[str, Any]) -> dict[str, Any]:
+    """Return Medusa's heads in another order."""
+    return {
         re.sub(r"\.(\d)\.", lambda found: f".{3 - int(found[1])}.", name, count=1): tensor
         for name, tensor in state.items()
     }
-    save_file(heads_turned, turned / "model.safetensors")
+
+
+def turn_taps(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a head that reads the layers of its target in another order."""
+    return state | {"fc.weight": state["fc.weight"].roll(EMBEDDED_HIDDEN, 1)}
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("head", "options", "method", "length", "damage"),
+    [
+        ("medusa", [], "medusa", 4, turn_medusa),
+        ("eagle3", [], "eagle3", 3, turn_taps),
+        ("eagle3", ["head.draft_vocab_size=512"], "eagle3", 3, turn_taps),
+        ("dflash", [], "dflash", 7, turn_taps),
+        ("dflash", ["head.draft_vocab_size=512"], "dflash", 7, turn_taps),
+        ("jetspec", [], "dflash", 7, turn_taps),
+    ],
+    ids=["medusa", "eagle3", "eagle3-512", "dflash", "dflash-512", "jetspec"],
+)
+def test_vllm_accepts_the_tokens_of_trained_heads_as_often_as_ours(
+    vllm_home, tmp_path, head, options, method, length, damage
+):
+    """Compare vLLM's chain of a head's best tokens with the same chain in our loop.
+
+    The control is the same head with its parts in another order, in vLLM alone.
+    """
+    folder = train_head(tmp_path / "run", head, *options)
+    given = {"drafters": [str(folder)], "output_dir": str(tmp_path / "eval")}
+    cfg = vllm_config(vllm_home, "heads", **given)
+    _, rows = read_all_rows(run(cfg) / "results.jsonl")
+    assert [(row.method, row.num_draft_tokens) for row in rows] == [
+        ("autoregressive", 0),
+        (method, length),
+    ]
+    assert {row.lossless for row in rows} <= {"equal", "ties"}
+    assert rows[1].agreement == AGREES, rows[1].agreement_detail
+    assert 0.02 < rows[1].alpha < 1
+    turned = tmp_path / "turned"
+    shutil.copytree(folder, turned)
+    state = load_file(turned / "model.safetensors")
+    save_file(damage(state), turned / "model.safetensors")
     row = swap_folder(cfg, tmp_path / "swapped", turned)
     assert row.agreement == DIFFERS and row.lossless in ("equal", "ties")
+
+
+@pytest.mark.engines
+def test_vllm_looks_up_the_prompt_and_gives_the_targets_text(vllm_home):
+    cfg = vllm_config(vllm_home, "lookup", drafters=[CONTROL], num_draft_tokens=[4])
+    _, rows = read_all_rows(run(cfg) / "results.jsonl")
+    assert [(row.method, row.drafter) for row in rows] == [
+        ("autoregressive", ""),
+        ("ngram", CONTROL),
+    ]
+    assert {row.lossless for row in rows} <= {"equal", "ties"}
+    assert rows[1].accepted > 0 and rows[1].agreement == NOT_COMPARED
 
 
 @pytest.mark.engines

@@ -8,7 +8,7 @@ import pytest
 from decoding import load
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from tests.support.trained_medusa import train_medusa
+from tests.support.trained_heads import train_head
 from tests.support.vllm_server import serve
 from training.config import StudentConfig
 from training.drafter_folder import write_model
@@ -18,9 +18,12 @@ pytestmark = pytest.mark.engines
 QUESTIONS, TOKENS = ["def add(a, b):", "Write a class for a queue.", "import json"], 48
 
 
-def test_vllm_serves_medusa_heads(embedded_target: Path, vllm_python: Path, tmp_path: Path) -> None:
-    """Check the launch line of a head folder: equal text, and drafts of all heads."""
-    folder = train_medusa(tmp_path / "run")
+@pytest.mark.parametrize(("head", "length"), [("medusa", 4), ("eagle3", 3), ("dflash", 7)])
+def test_vllm_serves_trained_heads(
+    head: str, length: int, embedded_target: Path, vllm_python: Path, tmp_path: Path
+) -> None:
+    """Check the launch line of a head folder: equal text, and drafts of all tokens."""
+    folder = train_head(tmp_path / "run", head)
     lines = (folder / "README.md").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("vllm serve "))
     with serve(line, folder, tmp_path / "log") as server:
@@ -29,7 +32,7 @@ def test_vllm_serves_medusa_heads(embedded_target: Path, vllm_python: Path, tmp_
     target = load(embedded_target).target
     plain = decode(target, None, [one.prompt for one in answers], Settings(max_new_tokens=TOKENS))
     assert [one.tokens for one in answers] == [one.tokens for one in plain]
-    assert len(tested) == 4 and tested[0] > sum(accepted) > 0
+    assert len(tested) == length and tested[0] > sum(accepted) > 0
 
 
 def test_vllm_refuses_a_drafter_with_another_vocabulary(

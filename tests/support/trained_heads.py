@@ -1,4 +1,4 @@
-"""Medusa heads of the embedded target after some steps of training."""
+"""Heads of the embedded target after some steps of training."""
 
 from pathlib import Path
 
@@ -11,8 +11,11 @@ TOY = (
 )
 
 
-def train_medusa(run_folder: Path) -> Path:
-    """Train four heads for some 20 seconds on one core; return their folder."""
-    given = ["head=medusa", *TOY.split(), f"output_dir={run_folder}"]
+def train_head(run_folder: Path, head: str, *overrides: str) -> Path:
+    """Train a head for some 20 seconds on one core; return its folder.
+
+    head, overrides: of heads.train.
+    """
+    given = [f"head={head}", *TOY.split(), f"output_dir={run_folder}", *overrides]
     heads.train.run(configuration("heads.train", *given))
     return run_folder / "drafter"

@@ -1,0 +1,91 @@
+"""Which trained heads vLLM runs, by which of its methods, and which it refuses or reads otherwise.
+
+vLLM drafts a chain of each head's likeliest tokens. It numbers the layers that EAGLE-3 reads as
+this project does, and those of DFlash by their outputs, as their config.json has both. It joins
+their states in the order of the layers, whatever the order in config.json. Its own words are those
+of vLLM 0.32.0 for CPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.models.folder import read_json
+from heads.block.drafter import BlockDrafter
+from heads.block.shape import FILL_IN, GRU, MARKOV, BlockConfig
+from heads.eagle.drafter import EagleDrafter
+from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
+from heads.medusa.drafter import MedusaDrafter
+
+EAGLE3, DFLASH = "eagle3", "dflash"
+HEADS = (MEDUSA, EAGLE3, DFLASH)  # vLLM's methods
+_REFUSED = {
+    MARKOV: "its DSpark needs a GPU (`Model Runner V1 does not support: dspark speculative "
+    "decoding`, `Model Runner V2 requires Triton.`)",
+    GRU: "it has no Domino (`Model architectures ['DominoDraftModel'] are not supported for now.`)",
+}
+
+
+@dataclass(frozen=True)
+class ServedHead:
+    """How vLLM runs a head."""
+
+    method: str
+    num_draft_tokens: int = 0  # in every draft; 0: any number
+
+
+def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead | None:
+    """Return how vLLM runs the head of a drafter; None for drafters of other kinds.
+
+    num_layers: the target's. Raises UserError for a head that vLLM refuses, or that it would load
+    and read otherwise, so that hardly a token is accepted.
+    """
+    if isinstance(drafter, MedusaDrafter):
+        if read_json(folder / "config.json").get("model_type") != MEDUSA:
+            raise _refusal(folder, "it does not read Medusa's original layout")
+        return ServedHead(MEDUSA, drafter.config.num_heads)
+    if isinstance(drafter, EagleDrafter):
+        _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
+        return ServedHead(EAGLE3)
+    if isinstance(drafter, BlockDrafter):
+        _check_block(folder, drafter.config)
+        _check_taps(folder, drafter.config.taps, num_layers)
+        return ServedHead(DFLASH, drafter.config.num_drafts)
+    return None
+
+
+def _check_block(folder: Path, config: BlockConfig) -> None:
+    """Raise UserError for a block drafter that vLLM does not read as DFlash."""
+    if config.is_dflash:
+        return
+    if words := _REFUSED.get(config.correction):
+        raise _refusal(folder, words)
+    if config.layout != FILL_IN:
+        raise _refusal(
+            folder,
+            f"its DFlash reads every block as {FILL_IN}, and the head's are {config.layout}; train "
+            f"one with head.layout={FILL_IN}",
+        )
+    raise _refusal(folder, "its DFlash has no confidence; train a head without one")
+
+
+def _check_taps(folder: Path, taps: Sequence[int], num_layers: int) -> None:
+    """Raise UserError for layers of which vLLM returns other states or another order."""
+    if num_layers in taps:
+        raise _refusal(
+            folder,
+            f"the head reads layer {num_layers} after the target's final norm, and vLLM before it; "
+            f"train one with lower layers (head.taps)",
+        )
+    if list(taps) != sorted(taps):
+        raise _refusal(
+            folder,
+            f"the head reads the layers {list(taps)} in this order, and vLLM in rising order; "
+            f"train one with rising head.taps",
+        )
+
+
+def _refusal(folder: Path, why: str) -> UserError:
+    return UserError(f"vLLM does not run the head {folder}: {why}. Measure it with engine=ours.")

@@ -1,0 +1,105 @@
+"""Which trained heads vLLM runs, and the folders that it loads. It runs them in its own tests."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decoding.drafters.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from heads.block.checkpoint import LAYOUT
+from heads.block.drafter import BlockDrafter
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.model import EagleConfig, EagleHead
+from serving.engines.conversion import for_vllm
+from serving.engines.heads import ServedHead, served_head
+from serving.engines.interface import EngineConfig, Method
+from tests.support.block_heads import random_block
+from training.heads.checkpoint import save_head
+
+SIZES = {"vocab_size": 13, "hidden_size": 8, "target_layers": 4}
+
+
+def block(**fields: Any) -> BlockDrafter:
+    return BlockDrafter(head=random_block(SIZES, **fields))
+
+
+def eagle(*taps: int) -> EagleDrafter:
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 12}
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    return EagleDrafter(
+        head=EagleHead(EagleConfig(13, 8, **sizes, taps=taps, rope=rope, max_positions=64))
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (eagle(1, 3), ServedHead("eagle3")),
+        (block(), ServedHead("dflash", 6)),
+        (block(in_block_mask="causal", block_size=4), ServedHead("dflash", 3)),
+        (block(draft_vocab_size=4), ServedHead("dflash", 6)),
+    ],
+    ids=["eagle3", "dflash", "jetspec", "dflash with a draft vocabulary"],
+)
+def test_heads_that_vllm_runs_have_a_method_and_a_length(drafter: Drafter, expected: ServedHead):
+    assert served_head(drafter, Path("head"), 4) == expected
+
+
+def test_other_drafters_have_none(tiny_target: Path):
+    assert served_head(ChainDrafter(tiny_target), tiny_target, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        (
+            block(layout="anchor_first", correction="markov", rank=3),
+            r"vLLM does not run the head mine: its DSpark needs a GPU \(`Model Runner V1 does not "
+            r"support: dspark .* Measure it with engine=ours",
+        ),
+        (
+            block(layout="anchor_first", correction="gru", rank=3, gru_size=4),
+            r"it has no Domino \(`Model architectures \['DominoDraftModel'\] are not supported",
+        ),
+        (block(layout="anchor_first"), "reads every block as fill_in, and .* are anchor_first"),
+        (block(confidence=True), "its DFlash has no confidence"),
+        (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
+        (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
+    ],
+    ids=["dspark", "domino", "anchor first", "confidence", "last layer", "order of layers"],
+)
+def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(drafter: Drafter, words: str):
+    with pytest.raises(UserError, match=words):
+        served_head(drafter, Path("mine"), 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_gets_the_output_rows_of_a_block_drafters_vocabulary(tied: bool, tmp_path: Path):
+    widths = {"intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2}
+    target = LlamaForCausalLM(
+        LlamaConfig(vocab_size=13, hidden_size=8, tie_word_embeddings=tied, **widths)
+    )
+    target.save_pretrained(tmp_path / "target")
+    head, ids_N = random_block(SIZES, draft_vocab_size=4), torch.tensor([1, 3, 4, 9])
+    head.token_ids_V = ids_N
+    folder = tmp_path / "head"
+    save_head(LAYOUT, head.config, head, folder)
+    method = Method("dflash", str(folder), 6)
+    config = EngineConfig(str(tmp_path / "target"), "float32", "cpu", 1, 64, 1, method=method)
+    given = Path(for_vllm(config, tmp_path / "cache").method.drafter)
+    assert (given / "config.json").read_text() == (folder / "config.json").read_text()
+    before, after = (load_file(each / "model.safetensors") for each in (folder, given))
+    assert torch.equal(after.pop("lm_head.weight"), target.lm_head.weight[ids_N])
+    assert after.keys() == before.keys()
+    assert torch.equal(after["d2t"] + torch.arange(4), ids_N)  # as vLLM computes the ids
+    written = (given / "model.safetensors").stat().st_mtime_ns
+    assert for_vllm(config, tmp_path / "cache").method.drafter == str(given)
+    assert (given / "model.safetensors").stat().st_mtime_ns == written
+    plain = replace(config, method=Method("eagle3", str(folder), 6))
+    assert for_vllm(plain, tmp_path / "cache") == plain
