@@ -144,7 +144,7 @@ class EagleKind(EaglePredictions, HeadKind):
             title=paper,
             form=self.describe(shape),
             reads="hidden states and embedding",
-            layout=f"the published layout ({architecture(shape)}), not yet run in a server",
+            layout=f"the published layout ({architecture(shape)})",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
                 f"vllm serve {target} {option}",

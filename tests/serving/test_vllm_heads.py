@@ -1,6 +1,7 @@
 """Heads and unsuitable drafters in the real vLLM."""
 
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,32 @@ def test_vllm_refuses_a_drafter_with_another_vocabulary(
         pytest.raises(AssertionError, match="vocab"),
     ):
         server.wait()
+
+
+def test_vllm_for_cpus_norms_the_keys_of_all_layers_with_the_first_layers_weights(
+    vllm_python: Path,
+) -> None:
+    """Check why vLLM 0.32.0 for CPUs reads DFlash heads of several layers a little wrongly.
+
+    It normalizes the context's keys of all layers in one call of a kernel whose CPU version takes
+    the first row of the weights.
+    """
+    program = """
+import torch, vllm
+from vllm import _custom_ops
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()
+keys, weights = torch.randn(2, 5, 3, 32), torch.rand(2, 32)
+found, eps = torch.empty_like(keys), 1e-6
+_custom_ops.rms_norm(found, keys, weights, eps)
+normed = keys * (keys.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+same = [torch.allclose(found[i], normed[i] * weights[j], atol=1e-5) for i in (0, 1) for j in (0, 1)]
+print(vllm.__version__, *map(int, same))
+"""
+    command = [str(vllm_python), "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    version, *same = done.stdout.splitlines()[-1].split()
+    if version != "0.32.0":
+        pytest.skip(f"vLLM {version} is another version")
+    assert same == ["1", "0", "1", "0"]  # layer 1 has the weights of layer 0
