@@ -17,7 +17,7 @@ class EngineRow:
 
     engine: str  # ours: our own loop, interleaved with the engines, at a fixed draft length
     backend: str  # the engine and its version
-    method: str  # autoregressive | draft_model | ngram | medusa
+    method: str  # autoregressive | draft_model | ngram, or of a head: medusa | eagle3 | dflash
     target: str
     target_layers: int
     target_parameters: int
