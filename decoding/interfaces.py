@@ -30,9 +30,6 @@ NO_NODE = -2
 
 Tokens = Sequence[Sequence[int]]  # token ids of every row
 
-# drafts greedy chains, see `Target.chain_call`
-ChainCall = Callable[[Tensor, Sequence[int], Sequence[int], int], Tensor]
-
 Readback = Callable[..., list[Any]]  # copies tensors to the host as lists, with one wait
 
 
@@ -244,6 +241,26 @@ class Stopping(Protocol):
 
 Policies = Sequence[Stopping]  # one for every row
 
+# maps a depth, the probabilities of the rows' tokens there and the draft lengths to new lengths
+Shorten = Callable[[int, Sequence[float], list[int]], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainChoice:
+    """How the tokens of a chain are chosen, and where the chain ends (see `Target.chain_call`)."""
+
+    vocab_size: int  # tokens below it may be drafted
+    # 0: the token with the largest logit, the lowest id among equals
+    temperature: float = 0.0
+    uniforms_BN: Any = None  # float64 numbers in (0, 1) that sample the tokens, (B, N), if it is not
+    shorten: Shorten | None = None  # called after every step; None: the lengths are fixed
+
+
+# drafts chains, see `Target.chain_call`
+ChainCall = Callable[
+    [Tensor, Sequence[int], list[int], ChainChoice], tuple[Tensor, Tensor | None, list[int]]
+]
+
 
 @dataclass(frozen=True, slots=True)
 class TopRows:
@@ -425,13 +442,14 @@ class Target(Protocol):
         """Return the hidden states of `forward` without computing logits, for prefill."""
 
     def chain_call(self, num_tokens: int) -> ChainCall | None:
-        """Return a function that drafts greedy chains in one call, None if there is none.
+        """Return a function that drafts chains outside Python, None if there is none.
 
         num_tokens: new tokens of its first step in all rows, padding included. The function takes
-        (tokens_BK, unseen_B, counts_B, vocab_size). It reads the first unseen_B[b] of tokens_BK[b],
-        drafts counts_B[b] tokens below vocab_size, each with the largest logit (the lowest id among
-        equals), and returns them (B, N), padded on the right. It commits all tokens but the last
-        drafted one. Tokens and cache have the same bits as with a `forward` for each step.
+        (tokens_BK, unseen_B, counts_B, choice). It reads the first unseen_B[b] of tokens_BK[b],
+        drafts counts_B[b] tokens, or as many as `choice.shorten` leaves, and commits all tokens but
+        the last drafted one. It returns the tokens (B, N), padded on the right, the distributions
+        (B, N, V) that they were sampled from, None at temperature 0, and the draft lengths. Greedy
+        tokens and the cache have the same bits as with a `forward` for each step.
         """
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:

@@ -1,15 +1,18 @@
 """The chain drafter: a causal LM with the target's tokenizer drafts token by token.
 
 Its cache is rolled back by length alone. The first step of a round reads the unseen tokens: usually
-the tip, and after a full acceptance also the last drafted token. A chain of likeliest tokens whose
-length is known before may be drafted in one call (`Target.chain_call`).
+the tip, and after a full acceptance also the last drafted token. Where the model can, its chains are
+drafted outside Python (`Target.chain_call`).
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +21,7 @@ from decoding import devices
 from decoding.drafters.base import StatelessDrafter
 from decoding.interfaces import (
     Capabilities,
+    ChainChoice,
     Chooser,
     Policies,
     Proposal,
@@ -31,6 +35,7 @@ from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import AUTO, load_target
 from decoding.models.native.weights import FAMILIES
 from decoding.models.prefill import prefill
+from decoding.sampling import noise
 from decoding.verification.nodes import at_nodes
 
 
@@ -111,14 +116,10 @@ class ChainDrafter(StatelessDrafter):
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
         unseen_B = self._unseen(sequences_B, counts_B)
+        drafted = self._draft_outside(unseen_B, counts_B, stopping_B, chooser)
+        if drafted is not None:
+            return drafted
         processors = chooser.processors
-        if chooser.drafts_likeliest and processors is None and stopping_B[0].reads == "nothing":
-            call = self.model.chain_call(len(unseen_B) * max(map(len, unseen_B)))
-            if call is not None:
-                counts_B = [_decided(*each) for each in zip(stopping_B, counts_B, strict=True)]
-                read_B = [len(unseen) for unseen in unseen_B]
-                tokens_BN = call(self._padded(unseen_B), read_B, counts_B, chooser.vocab_size)
-                return Proposal(tokens_BN.to(chooser.device), counts_B, steps=max(counts_B))
         logits_BV = self._read_last(unseen_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
@@ -131,7 +132,8 @@ class ChainDrafter(StatelessDrafter):
             tokens.append(tokens_B)
             if q_BV is not None:
                 rows_q.append(q_BV)
-            counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
+            confidences_B = token_confidences(stopping_B[0].reads, tokens_B, q_BV, fitted_BV)
+            counts_B = _counts_after(stopping_B, len(tokens), confidences_B, counts_B)
             if max(counts_B) <= len(tokens):
                 break
             if process is not None:
@@ -140,6 +142,38 @@ class ChainDrafter(StatelessDrafter):
             logits_BV = self._step(self._fit_ids(tokens_B[:, None], chooser), reads_B)
         q_BNV = torch.stack(rows_q, 1) if rows_q else None
         return Proposal(torch.stack(tokens, 1), counts_B, None, q_BNV, len(tokens))
+
+    def _draft_outside(
+        self,
+        unseen_B: list[list[int]],
+        counts_B: list[int],
+        stopping_B: Policies,
+        chooser: Chooser,
+    ) -> Proposal | None:
+        """Draft the chains outside Python (`Target.chain_call`), or return None if it cannot."""
+        reads, samples = stopping_B[0].reads, chooser.tests_q and not chooser.warper.truncates
+        if chooser.processors is not None or reads not in ("nothing", "confidence"):
+            return None
+        if not samples and not chooser.drafts_likeliest:
+            return None
+        call = self.model.chain_call(len(unseen_B) * max(map(len, unseen_B)))
+        if call is None:
+            return None
+        shorten = partial(_shorten, stopping_B) if reads == "confidence" else None
+        if shorten is None:
+            counts_B = [_decided(*each) for each in zip(stopping_B, counts_B, strict=True)]
+        choice = ChainChoice(chooser.vocab_size, shorten=shorten)
+        if samples:
+            rows_B1, depths_N = np.arange(len(unseen_B))[:, None], np.arange(max(counts_B))
+            uniforms_BN = chooser.uniforms(rows_B1, depths_N, noise.DRAFT)
+            choice = replace(
+                choice, temperature=chooser.warper.temperature, uniforms_BN=uniforms_BN
+            )
+        read_B = [len(unseen) for unseen in unseen_B]
+        tokens_BN, q_BNV, counts_B = call(self._padded(unseen_B), read_B, counts_B, choice)
+        if q_BNV is not None:
+            q_BNV = q_BNV.to(chooser.device)
+        return Proposal(tokens_BN.to(chooser.device), counts_B, None, q_BNV, tokens_BN.shape[1])
 
     def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
         """Read a drafted token in each row; return the logits (B, V) of the next.
@@ -183,9 +217,12 @@ class ChainDrafter(StatelessDrafter):
 
     def _padded(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
         """Return tokens_BK, padded on the right, within this model's vocabulary."""
-        width = max(len(tokens) for tokens in tokens_B)
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
-        return devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
+        width, last = max(len(tokens) for tokens in tokens_B), self.model.vocab_size - 1
+        padded = [
+            [*(min(token, last) for token in tokens), *[0] * (width - len(tokens))]
+            for tokens in tokens_B
+        ]
+        return devices.tensor(padded, self.model.device)
 
     def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
         """Commit tokens to the cache; return logits_BKV after each token, padded on the right."""
@@ -225,20 +262,24 @@ def _decided(policy: Stopping, count: int) -> int:
 def _counts_after(
     stopping_B: Policies,
     depth: int,
-    tokens_B: Tensor,
-    q_BV: Tensor | None,
-    logits_BV: Tensor,
+    confidences_B: Sequence[TokenConfidence | None],
     counts_B: list[int],
 ) -> list[int]:
     """Return the rows' draft lengths after their stopping policies' decisions at `depth`.
 
     A row that stops keeps its sampled tokens.
     """
-    confidences_B = token_confidences(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
     return [
         depth if count > depth and not policy.more(depth, token) else count
         for policy, token, count in zip(stopping_B, confidences_B, counts_B, strict=True)
     ]
+
+
+def _shorten(
+    stopping_B: Policies, depth: int, confidences_B: Sequence[float], counts_B: list[int]
+) -> list[int]:
+    """Return `_counts_after` for policies that read the confidence (`ChainChoice.shorten`)."""
+    return _counts_after(stopping_B, depth, [*map(TokenConfidence, confidences_B)], counts_B)
 
 
 def token_confidences(

@@ -1,13 +1,15 @@
 """Chains of the fused step in one call: bits equal to those of one forward for each token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.interfaces import ChainCall, RoundCosts, TokenConfidence
+from decoding.errors import UserError
+from decoding.interfaces import ChainCall, ChainChoice, RoundCosts, TokenConfidence
 from decoding.loop import decode
 from decoding.models.draft_vocabulary import D2T
 from decoding.models.native.model import NativeTarget
@@ -120,6 +122,51 @@ def test_tokens_that_the_target_lacks_are_not_drafted(restricted: bool) -> None:
     assert any((tokens >= smaller).any() for tokens in everything)  # the control
 
 
+@torch.inference_mode()
+def sampled(drafter: ChainDrafter, vocab_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tokens and the distributions of some sampled rounds with ragged rows."""
+    chooser = TokenChooser(Warper(0.7), "token", 5, vocab_size, torch.device("cpu"))
+    sequences = random_prompts(4, seed=2)
+    drafter.open(sequences, None, 100)
+    tokens, distributions = [], []
+    for number, budgets in enumerate(BUDGETS):
+        chooser.begin([1, 2, 3, 4], [number] * 4, [9, 8, 7, 6], max(budgets))
+        proposal = drafter.propose(sequences, budgets, [Fixed()] * 4, chooser)
+        assert proposal.q_BNV is not None and proposal.q_BNV.shape[2] == vocab_size
+        for row, count in enumerate(budgets):
+            tokens.append(proposal.tokens_BN[row, :count])
+            distributions.append(proposal.q_BNV[row, :count])
+        drafter.rollback([len(sequence) - 1 for sequence in sequences])
+    return tokens, distributions
+
+
+@pytest.mark.parametrize("vocab_size", [VOCABULARY, 31], ids=["full", "smaller"])
+@pytest.mark.parametrize("restricted", [False, True], ids=["full", "restricted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_call_samples_what_steps_do(
+    dtype: torch.dtype, restricted: bool, vocab_size: int
+) -> None:
+    made = [drafter(dtype, steps=steps, restricted=restricted) for steps in (False, True)]
+    (one, one_q), (other, other_q) = (sampled(each, vocab_size) for each in made)
+    assert equal(one, other) and made[0].model.calls == len(BUDGETS)
+    for mine, reference in zip(one_q, other_q, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-9)
+    another, _ = sampled(drafter(dtype, restricted=restricted, twins=True), vocab_size)
+    assert not equal(one, another)  # the control
+
+
+def test_a_call_samples_nothing_from_a_model_with_nan() -> None:
+    one = drafter(noise=float("nan"))
+    with pytest.raises(UserError, match="drafter.*non-finite probabilities"):
+        decode(
+            native_of(hf_model("llama", **SIZES), dtype=torch.float32, execution="fused"),
+            one,
+            random_prompts(2),
+            Settings(max_new_tokens=8, temperature=1.0),
+        )
+    assert one.model.calls > 0
+
+
 COSTS = RoundCosts(0.1, (1.0, 1.1, 1.2, 1.3, 1.4), 0.1, rows=3)
 
 
@@ -130,10 +177,14 @@ COSTS = RoundCosts(0.1, (1.0, 1.1, 1.2, 1.3, 1.4), 0.1, rows=3)
         ({"stopping": "thompson"}, True),
         ({"stopping": "cost_ratio", "costs": COSTS}, True),
         ({"temperature": 1.0, "verify": "typical"}, True),
-        ({"stopping": "confidence"}, False),
+        ({"stopping": "confidence"}, True),
+        ({"stopping": "cost_ratio", "costs": replace(COSTS, rows=1)}, True),
+        ({"temperature": 0.8, "verify": "token"}, True),
+        ({"temperature": 1.0, "verify": "block", "stopping": "confidence"}, True),
+        ({"stopping": "entropy"}, False),
         ({"repetition_penalty": 1.2}, False),
         ({"temperature": 1.0, "verify": "coupled"}, False),
-        ({"temperature": 1.0, "verify": "token"}, False),
+        ({"temperature": 1.0, "verify": "token", "top_k": 5}, False),
     ],
 )
 def test_a_batch_decodes_alike_in_one_call_and_by_steps(changes: dict, calls: bool) -> None:
@@ -185,8 +236,8 @@ def test_a_first_step_too_wide_for_the_fused_one_drafts_by_steps() -> None:
 def test_a_chain_past_the_cache_and_an_unknown_token_are_refused() -> None:
     model = drafter().model
     model.open(1, 10)
-    call = model.chain_call(1)
-    assert call is not None and call(torch.tensor([[5]]), [1], [9], VOCABULARY).shape == (1, 9)
+    call, choice = model.chain_call(1), ChainChoice(VOCABULARY)
+    assert call is not None and call(torch.tensor([[5]]), [1], [9], choice)[0].shape == (1, 9)
     for token, count in ((VOCABULARY, 2), (5, 9)):
         with pytest.raises(IndexError, match=f"tokens from 0 to {VOCABULARY - 1}, lengths of"):
-            call(torch.tensor([[token]]), [1], [count], VOCABULARY)
+            call(torch.tensor([[token]]), [1], [count], choice)

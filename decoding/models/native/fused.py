@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.interfaces import ChainChoice
 from decoding.models.native.linear import PlainLinear, cpu_flags, multiplies_bfloat16
 from decoding.models.native.weights import Layer, Weights
 
@@ -82,9 +83,14 @@ class _Forward(ctypes.Structure):
 
 class _Chain(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("steps", "choices")),
+        *((name, ctypes.c_int32) for name in ("first", "last", "width", "choices")),
         *((name, ctypes.POINTER(ctypes.c_int32)) for name in ("unseen", "counts")),
+        ("lengths", ctypes.POINTER(ctypes.c_int64)),
         *((name, ctypes.c_void_p) for name in ("ids", "drafted")),
+        ("confidences", ctypes.POINTER(ctypes.c_double)),
+        ("temperature", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("uniforms", "probabilities")),
+        ("vocabulary", ctypes.c_int64),
     ]
 
 
@@ -221,6 +227,7 @@ class FusedForward:
             raise ValueError("the fused step needs plain weights, found packed ones.")
         self.weights, self.layers, self._library = weights, layers, load_library()
         config = weights.config
+        self._columns_of: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
         self._held: list[Tensor] = []  # whose addresses the structures hold
         self._layer = (_Layer * len(layers))(*(self._layer_of(*each[1:]) for each in layers))
         self._sum_dtype = SUM_DTYPES[weights.dtype]
@@ -280,12 +287,9 @@ class FusedForward:
         logits = torch.empty(B, N, V if has_logits else 0, dtype=self._sum_dtype)
         tokens_BN = tokens_BN.to(torch.int64).contiguous()
         parents_BN = None if parents_BN is None else parents_BN.contiguous()
-        columns = [-1] * (len(self.layers) + 1)
-        for column, tap in enumerate(wanted):
-            columns[tap] = column
         forward = _Forward(
             B, N, len(wanted), torch.get_num_threads(), _address(tokens_BN), _address(parents_BN),
-            (ctypes.c_int64 * B)(*lengths_B), (ctypes.c_int32 * len(columns))(*columns),
+            (ctypes.c_int64 * B)(*lengths_B), self._columns(wanted),
             _address(hidden), _address(logits) if has_logits else None,
         )  # fmt: skip
         self._check(self._library.forward_step(self._model, forward), N)
@@ -295,35 +299,61 @@ class FusedForward:
         self,
         tokens_BK: Tensor,
         unseen_B: Sequence[int],
-        counts_B: Sequence[int],
+        counts_B: list[int],
         lengths_B: Sequence[int],
-        vocab_size: int,
-    ) -> Tensor:
-        """Return `Target.draft_chain` after `lengths_B` committed tokens, without committing."""
-        (B, K), steps, config = tokens_BK.shape, max(counts_B), self.weights.config
-        ids_N = self.weights.ids_N
-        choices = vocab_size if ids_N is None else int((ids_N < vocab_size).sum())
+        choice: ChainChoice,
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Return what `Target.chain_call` returns after `lengths_B` tokens, without committing.
+
+        All steps are one call, or one call each if the lengths are decided on the way.
+        """
+        (B, K), N, config = tokens_BK.shape, max(counts_B), self.weights.config
+        choices = min(choice.vocab_size, config.head_rows)
+        if (ids_N := self.weights.ids_N) is not None:
+            choices = int((ids_N < choice.vocab_size).sum())
         logits = torch.empty(B, K, config.head_rows, dtype=self._sum_dtype)
         tokens_BK = tokens_BK.to(torch.int64).contiguous()
-        drafted_BN = torch.empty(B, steps, dtype=torch.int64)
-        no_taps = (ctypes.c_int32 * (len(self.layers) + 1))(*[-1] * (len(self.layers) + 1))
+        drafted_BN = torch.empty(B, N, dtype=torch.int64)
+        q_BNV = None
+        if choice.temperature:
+            q_BNV = torch.empty(B, N, choice.vocab_size, dtype=self._sum_dtype)
+        numbers, lengths = ctypes.c_int32 * B, (ctypes.c_int64 * B)(*lengths_B)
+        counts, confidences_B = numbers(*counts_B), (ctypes.c_double * B)()
         forward = _Forward(
-            B, K, 0, torch.get_num_threads(), _address(tokens_BK), None,
-            (ctypes.c_int64 * B)(*lengths_B), no_taps, None, _address(logits),
+            B, K, 0, torch.get_num_threads(), _address(tokens_BK), None, lengths,
+            self._columns(()), None, _address(logits),
         )  # fmt: skip
-        numbers = ctypes.c_int32 * B
         chain = _Chain(
-            steps, min(choices, config.head_rows), numbers(*unseen_B), numbers(*counts_B),
-            _address(ids_N), _address(drafted_BN),
+            0, N, N, choices, numbers(*unseen_B), counts, lengths, _address(ids_N),
+            _address(drafted_BN), confidences_B if choice.shorten else None, choice.temperature,
+            None if q_BNV is None else choice.uniforms_BN.ctypes.data, _address(q_BNV),
+            choice.vocab_size,
         )  # fmt: skip
-        self._check(self._library.draft_chain(self._model, forward, chain), K)
-        return drafted_BN
+        while chain.first < max(counts_B):
+            if choice.shorten is not None:
+                chain.last = chain.first + 1
+            self._check(self._library.draft_chain(self._model, forward, chain), K)
+            chain.first = chain.last
+            if choice.shorten is not None:
+                counts_B = choice.shorten(chain.last, confidences_B, counts_B)
+                counts[:] = counts_B
+        taken = slice(chain.last)
+        return drafted_BN[:, taken], None if q_BNV is None else q_BNV[:, taken], counts_B
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
         weight_VC = self.weights.head_weight_VC
         assert weight_VC is not None
         return self.weights.spread(fused_linear(hidden, weight_VC, None))
+
+    def _columns(self, taps: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
+        """Return the place of each layer's hidden states among those of the taps, or -1."""
+        if taps not in self._columns_of:
+            columns = [-1] * (len(self.layers) + 1)
+            for column, tap in enumerate(taps):
+                columns[tap] = column
+            self._columns_of[taps] = (ctypes.c_int32 * len(columns))(*columns)
+        return self._columns_of[taps]
 
     def _check(self, failed: int, num_tokens: int) -> None:
         """Raise IndexError if a call over `num_tokens` new tokens has failed."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import ChainCall
+from decoding.interfaces import ChainCall, ChainChoice
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
 from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
@@ -215,15 +215,21 @@ class NativeTarget(CachedTarget):
         return self._draft_chain if fused else None
 
     def _draft_chain(
-        self, tokens_BK: Tensor, unseen_B: Sequence[int], counts_B: Sequence[int], vocab_size: int
-    ) -> Tensor:
-        """Draft greedy chains (see `Target.chain_call`)."""
+        self,
+        tokens_BK: Tensor,
+        unseen_B: Sequence[int],
+        counts_B: list[int],
+        choice: ChainChoice,
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Draft chains (see `Target.chain_call`)."""
         assert self._fused is not None
         self.slots.end_of(tokens_BK.shape[1])
-        arguments = (tokens_BK, unseen_B, counts_B, self.slots.lengths_B, vocab_size)
-        drafted_BN = self._fused.draft_chain(*arguments)
+        lengths_B = self.slots.lengths_B
+        tokens_BN, q_BNV, counts_B = self._fused.draft_chain(
+            tokens_BK, unseen_B, counts_B, lengths_B, choice
+        )
         self.commit(None, [n + max(count - 1, 0) for n, count in zip(unseen_B, counts_B)])
-        return drafted_BN
+        return tokens_BN, q_BNV, counts_B
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()

@@ -479,13 +479,20 @@ struct Forward {
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
 };
 
-// A greedy chain after the tokens of a Forward, whose logits are overwritten by every step.
+// Some steps of a chain after the tokens of a Forward, whose logits are overwritten by every step.
 struct Chain {
-  int32_t steps, choices;  // choices: the first outputs, from which tokens are chosen
-  const int32_t* unseen;   // (B,) tokens of the Forward that each row keeps
-  const int32_t* counts;   // (B,) drafted tokens of each row; all but the last are kept
-  const int64_t* ids;      // (V,) tokens of the outputs; null: their numbers
-  int64_t* drafted;        // (B, steps), past a row's count any token
+  int32_t first, last;      // the steps to take, without the last
+  int32_t width, choices;   // steps of the complete chain; the first outputs, from which tokens are chosen
+  const int32_t* unseen;    // (B,) tokens of the Forward that each row keeps
+  const int32_t* counts;    // (B,) drafted tokens of each row; all but the last are kept
+  int64_t* lengths;         // (B,) committed tokens, those of the Forward; every step adds what it keeps
+  const int64_t* ids;       // (V,) tokens of the outputs; null: their numbers
+  int64_t* drafted;         // (B, width), past a row's count any token
+  double* confidences;      // (B,) probability of the last step's tokens; null: not wanted
+  double temperature;       // 0: the tokens with the largest logits
+  const double* uniforms;   // (B, width) numbers that sample the tokens
+  void* probabilities;      // (B, width, vocabulary) that tokens were sampled from, in the type of the sums
+  int64_t vocabulary;       // tokens of these distributions
 };
 
 }  // extern "C"
@@ -732,23 +739,55 @@ int64_t argmax(const A* x, int64_t count) {
   return best;
 }
 
+// The first index whose sum of numbers up to it exceeds `share` of the total; the last one for NaN.
+template <typename A>
+int64_t draw(const A* weights, int64_t count, double share) {
+  double total = 0, sum = 0;
+  for (int64_t i = 0; i < count; ++i) total += weights[i];
+  for (int64_t i = 0; i < count; ++i)
+    if ((sum += weights[i]) > share * total) return i;
+  return count - 1;
+}
+
+// Chooses the token of a row's step from its logits, which become probabilities where these are wanted.
+template <typename A>
+void choose(A* logits, const Chain& chain, int b, int step) {
+  const int64_t place = int64_t(b) * chain.width + step, count = chain.choices;
+  int64_t chosen = argmax(logits, count);
+  if (chain.temperature > 0 || chain.confidences != nullptr) {
+    if (chain.temperature > 0)
+      for (int64_t i = 0; i < count; ++i) logits[i] /= A(chain.temperature);
+    const A sum = exponentials(logits, count, logits[chosen]);
+    for (int64_t i = 0; i < count; ++i) logits[i] /= sum;
+  }
+  if (chain.temperature > 0) {
+    chosen = draw(logits, count, chain.uniforms[place]);
+    A* probabilities = static_cast<A*>(chain.probabilities) + place * chain.vocabulary;
+    std::fill(probabilities, probabilities + chain.vocabulary, A(0));
+    for (int64_t i = 0; i < count; ++i) probabilities[chain.ids == nullptr ? i : chain.ids[i]] = logits[i];
+  }
+  if (chain.confidences != nullptr) chain.confidences[b] = logits[chosen];
+  chain.drafted[place] = chain.ids == nullptr ? chosen : chain.ids[chosen];
+}
+
 // Every step runs all rows, so its bits are those of a forward over the last drafted tokens. Returns false
 // as soon as a step would lead out of the model's arrays.
 template <typename T>
 bool run_chain(const Model& model, Forward forward, const Chain& chain) {
-  std::vector<int64_t> tokens(forward.B), lengths(forward.lengths, forward.lengths + forward.B);
-  const Sum<T>* logits = static_cast<const Sum<T>*>(forward.logits);
-  for (int step = 0; step < chain.steps; ++step) {
+  std::vector<int64_t> tokens(forward.B);
+  Sum<T>* logits = static_cast<Sum<T>*>(forward.logits);
+  for (int step = chain.first; step < chain.last; ++step) {
+    if (step > 0) {
+      for (int b = 0; b < forward.B; ++b) tokens[b] = chain.drafted[int64_t(b) * chain.width + step - 1];
+      forward.N = 1, forward.tokens = tokens.data();
+    }
     if (!is_valid(model, forward)) return false;
     run_step<T>(model, forward);
     for (int b = 0; b < forward.B; ++b) {
       const int kept = step == 0 ? chain.unseen[b] : chain.counts[b] > step;
-      const int64_t last = int64_t(b) * forward.N + std::max(kept, 1) - 1;
-      const int64_t best = argmax(logits + last * model.V, chain.choices);
-      lengths[b] += kept;
-      tokens[b] = chain.drafted[b * chain.steps + step] = chain.ids == nullptr ? best : chain.ids[best];
+      choose(logits + (int64_t(b) * forward.N + std::max(kept, 1) - 1) * model.V, chain, b, step);
+      chain.lengths[b] += kept;
     }
-    forward.N = 1, forward.tokens = tokens.data(), forward.lengths = lengths.data();
   }
   return true;
 }
@@ -765,7 +804,7 @@ extern "C" int32_t forward_step(const Model* model, const Forward* forward) {
   return 0;
 }
 
-// Drafts a chain whose tokens have the largest logits; returns as forward_step does.
+// Drafts some tokens of a chain; returns as forward_step does.
 extern "C" int32_t draft_chain(const Model* model, const Forward* forward, const Chain* chain) {
   std::lock_guard<std::mutex> lock(one_call);
   const auto run = model->dtype == 0 ? run_chain<float> : model->dtype == 1 ? run_chain<double> : run_chain<BFloat16>;
