@@ -50,6 +50,15 @@ class Warper(Protocol):
         """Return unnormalised warped probabilities (R, K) of each row's K highest logits."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The temperature and the keys of a round's random numbers (decoding/sampling/noise.py)."""
+
+    temperature: float = 0.0  # 0: the largest logit, the lowest id among equals
+    keys_B: Sequence[int] = ()  # of seed, request and round
+    positions_B: Sequence[int] = ()  # of the first token that the round emits
+
+
 class Chooser(Protocol):
     """Token choice of a round, shared by drafters and verification rules.
 
@@ -82,6 +91,10 @@ class Chooser(Protocol):
     @property
     def depths(self) -> int:
         """Number of depths with shared noise in this round."""
+
+    @property
+    def draws(self) -> Draws:
+        """The keys of this round's `uniform`, for calls outside Python."""
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return a number in (0, 1), keyed by seed, request, round, position, purpose and node.
@@ -250,16 +263,12 @@ class ChainChoice:
     """How the tokens of a chain are chosen, and where the chain ends (see `Target.chain_call`)."""
 
     vocab_size: int  # tokens below it may be drafted
-    # 0: the token with the largest logit, the lowest id among equals
-    temperature: float = 0.0
-    uniforms_BN: Any = None  # float64 numbers in (0, 1) that sample the tokens, (B, N), if it is not
+    draws: Draws = Draws()
     shorten: Shorten | None = None  # called after every step; None: the lengths are fixed
 
 
 # drafts chains, see `Target.chain_call`
-ChainCall = Callable[
-    [Tensor, Sequence[int], list[int], ChainChoice], tuple[Tensor, Tensor | None, list[int]]
-]
+ChainCall = Callable[[Tokens, list[int], ChainChoice], tuple[Tensor, Tensor | None, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +348,10 @@ class Outcome:
     accepted_B: list[int]
     tested_B: list[int]  # the accepted tokens and the rejected one, if any
     drafted_B: list[int] | None = None  # None: the proposal's counts, which have no padding
+
+
+# verifies chains, see `Target.verify_call`
+VerifyCall = Callable[[Tensor, Proposal | None, Chooser], tuple[Outcome, tuple[float, float]]]
 
 
 @dataclass(slots=True)
@@ -445,11 +458,19 @@ class Target(Protocol):
         """Return a function that drafts chains outside Python, None if there is none.
 
         num_tokens: new tokens of its first step in all rows, padding included. The function takes
-        (tokens_BK, unseen_B, counts_B, choice). It reads the first unseen_B[b] of tokens_BK[b],
-        drafts counts_B[b] tokens, or as many as `choice.shorten` leaves, and commits all tokens but
-        the last drafted one. It returns the tokens (B, N), padded on the right, the distributions
-        (B, N, V) that they were sampled from, None at temperature 0, and the draft lengths. Greedy
-        tokens and the cache have the same bits as with a `forward` for each step.
+        (unseen_B, counts_B, choice). It reads each row's unseen tokens, drafts counts_B[b] tokens,
+        or as many as `choice.shorten` leaves, and commits all tokens but the last drafted one. It
+        returns the tokens (B, N), padded on the right, the distributions (B, N, V) that they were
+        sampled from, None at temperature 0, and the draft lengths. Greedy tokens and the cache have
+        the same bits as with a `forward` for each step.
+        """
+
+    def verify_call(self, chooser: Chooser) -> VerifyCall | None:
+        """Return a function that verifies chains outside Python by the chooser's rule, or None.
+
+        The function takes (logits_BNV, proposal, chooser). It returns the outcome, and the largest
+        of the tested logits and the largest probability under the drafter of a tested token, each
+        NaN if one is.
         """
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:

@@ -1,18 +1,16 @@
 """The chain drafter: a causal LM with the target's tokenizer drafts token by token.
 
 Its cache is rolled back by length alone. The first step of a round reads the unseen tokens: usually
-the tip, and after a full acceptance also the last drafted token. Where the model can, its chains are
-drafted outside Python (`Target.chain_call`).
+the tip, and after a full acceptance also the last drafted token. A model that can drafts its chains
+outside Python (`Target.chain_call`).
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +21,7 @@ from decoding.interfaces import (
     Capabilities,
     ChainChoice,
     Chooser,
+    Draws,
     Policies,
     Proposal,
     Stopping,
@@ -35,7 +34,6 @@ from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import AUTO, load_target
 from decoding.models.native.weights import FAMILIES
 from decoding.models.prefill import prefill
-from decoding.sampling import noise
 from decoding.verification.nodes import at_nodes
 
 
@@ -162,15 +160,9 @@ class ChainDrafter(StatelessDrafter):
         shorten = partial(_shorten, stopping_B) if reads == "confidence" else None
         if shorten is None:
             counts_B = [_decided(*each) for each in zip(stopping_B, counts_B, strict=True)]
-        choice = ChainChoice(chooser.vocab_size, shorten=shorten)
-        if samples:
-            rows_B1, depths_N = np.arange(len(unseen_B))[:, None], np.arange(max(counts_B))
-            uniforms_BN = chooser.uniforms(rows_B1, depths_N, noise.DRAFT)
-            choice = replace(
-                choice, temperature=chooser.warper.temperature, uniforms_BN=uniforms_BN
-            )
-        read_B = [len(unseen) for unseen in unseen_B]
-        tokens_BN, q_BNV, counts_B = call(self._padded(unseen_B), read_B, counts_B, choice)
+        draws = chooser.draws if samples else Draws()
+        choice = ChainChoice(chooser.vocab_size, draws, shorten)
+        tokens_BN, q_BNV, counts_B = call(self._within(unseen_B), counts_B, choice)
         if q_BNV is not None:
             q_BNV = q_BNV.to(chooser.device)
         return Proposal(tokens_BN.to(chooser.device), counts_B, None, q_BNV, tokens_BN.shape[1])
@@ -217,12 +209,14 @@ class ChainDrafter(StatelessDrafter):
 
     def _padded(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
         """Return tokens_BK, padded on the right, within this model's vocabulary."""
-        width, last = max(len(tokens) for tokens in tokens_B), self.model.vocab_size - 1
-        padded = [
-            [*(min(token, last) for token in tokens), *[0] * (width - len(tokens))]
-            for tokens in tokens_B
-        ]
+        width = max(len(tokens) for tokens in tokens_B)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in self._within(tokens_B)]
         return devices.tensor(padded, self.model.device)
+
+    def _within(self, tokens_B: Tokens) -> list[list[int]]:
+        """Return the tokens, within this model's vocabulary (see `_fit_ids`)."""
+        last = self.model.vocab_size - 1
+        return [[min(token, last) for token in tokens] for tokens in tokens_B]
 
     def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
         """Commit tokens to the cache; return logits_BKV after each token, padded on the right."""

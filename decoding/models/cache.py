@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import ChainCall, ancestors
+from decoding.interfaces import ChainCall, Chooser, VerifyCall, ancestors
 
 
 @dataclass(slots=True)
@@ -136,6 +136,10 @@ class CachedTarget:
 
     def chain_call(self, num_tokens: int) -> ChainCall | None:
         """Return None: this backend drafts step by step (see `Target.chain_call`)."""
+        return None
+
+    def verify_call(self, chooser: Chooser) -> VerifyCall | None:
+        """Return None: chains are verified in Python (see `Target.verify_call`)."""
         return None
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:

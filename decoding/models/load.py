@@ -20,7 +20,7 @@ from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.hf import HFTarget
 from decoding.models.hub import name_of
 from decoding.models.model_check import check_model, check_tied_head
-from decoding.models.native import fused
+from decoding.models.native import fused, library
 from decoding.models.native.model import EXECUTIONS, NativeTarget
 from decoding.models.native.weights import FAMILIES
 from decoding.values import check_choice, check_values
@@ -123,7 +123,7 @@ def choose_execution(
     reason = fused.refuse(DTYPES[dtype], place)
     try:
         if reason is None:
-            fused.load_library()
+            library.load_library()
     except UserError as error:
         reason = str(error)
     if reason is None:

@@ -10,13 +10,14 @@ Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Drafter, Observation, Proposal, Stopping, Target
+from decoding.interfaces import Drafter, Observation, Outcome, Proposal, Stopping, Target
 from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
@@ -135,9 +136,8 @@ class Batch:
             if proposal.readback is not None:
                 drafter_tensors = proposal.readback(logits_BNV)
         tested_BNV = logits_BNV[:, : 1 if counted is None else 1 + counted.tokens_BN.shape[1]]
-        readback = DeviceReadback(*drafter_tensors, watched=self._watched(tested_BNV, counted))
-        outcome = self.rule(tested_BNV, counted, self.chooser, readback)
-        observation = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
+        outcome, drafter_values = self._verify(tested_BNV, counted, drafter_tensors)
+        observation = Observation(outcome, logits_BNV, hidden_BNC, drafter_values)
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(observation, drafted_B)
@@ -189,6 +189,25 @@ class Batch:
             sequences_B = [row.sequence for row in self.rows]
             logits_BNV = self.chooser.processors(logits_BNV, sequences_B, drafted_BN, above_BN)
         return logits_BNV, hidden_BNC
+
+    def _verify(
+        self, logits_BNV: Tensor, proposal: Proposal | None, along: Sequence[Tensor]
+    ) -> tuple[Outcome, list[Any]]:
+        """Return the rule's outcome and the drafter's tensors `along` as lists.
+
+        Raises UserError as `round` does.
+        """
+        watched = self._watched(logits_BNV, proposal)
+        is_tree = proposal is not None and proposal.parents_BN is not None
+        call = None if is_tree or along else self.target.verify_call(self.chooser)
+        if call is None:
+            readback = DeviceReadback(*along, watched=watched)
+            outcome = self.rule(logits_BNV, proposal, self.chooser, readback)
+            return outcome, readback.drafter_values()
+        outcome, largest = call(logits_BNV, proposal, self.chooser)
+        for check, value in zip(watched, largest, strict=False):
+            check.check(value)
+        return outcome, []
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
         """Return this round's checks for NaN and infinities.

@@ -22,7 +22,11 @@ class FiniteCheck:
 
         whose, what: the model and the kind of values, such as "logits", for the message.
         """
-        self.largest, self.whose, self.what = values.amax(), whose, what
+        self.values, self.whose, self.what = values, whose, what
+
+    def largest(self) -> Tensor:
+        """Return the largest value on its device."""
+        return self.values.amax()
 
     def check(self, largest: float) -> None:
         """Raise UserError if the largest value is NaN or infinite."""
@@ -44,15 +48,15 @@ class DeviceReadback:
         """
         self._along, self._drafter_values, self._watched = along, list[Any](), list[FiniteCheck]()
         for one in watched:
-            if devices.runs_ahead(one.largest.device):
+            if devices.runs_ahead(one.values.device):
                 self._watched.append(one)
             else:
-                one.check(one.largest.item())
+                one.check(one.largest().item())
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
         """Return the tensors as lists; raise UserError if a check fails at the first call."""
         watched, self._watched = self._watched, []
-        found = devices.read(*tensors, *self._along, *(one.largest for one in watched))
+        found = devices.read(*tensors, *self._along, *(one.largest() for one in watched))
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):
             one.check(largest)
         if self._along:

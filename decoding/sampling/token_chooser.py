@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Chooser
+from decoding.interfaces import Chooser, Draws
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
 from decoding.sampling.rule_names import FRESH, LOSSY, check_verify, split_rule
@@ -58,7 +58,7 @@ class TokenChooser:
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self.processors = processors
-        self._round_keys_B = np.empty(0, np.uint64)
+        self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
         self._keys: list[list[int]] = []
@@ -82,12 +82,8 @@ class TokenChooser:
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
         if self.rule in (*FRESH, *LOSSY):
-            pairs: Any = zip(request_keys_B, rounds_B)
-            if len(request_keys_B) <= FEW:
-                self._round_keys_B = np.array([noise.extend(*pair) for pair in pairs], np.uint64)
-            else:
-                keys_B = np.array(request_keys_B, np.uint64)
-                self._round_keys_B = noise.extend(keys_B, np.array(rounds_B, np.uint64))
+            pairs = zip(request_keys_B, rounds_B, strict=True)
+            self._round_keys_B = [noise.extend(*pair) for pair in pairs]
         if self.rule == "coupled":
             self._keys = keys = [
                 [noise.signed(noise.extend(request, position + depth)) for depth in range(depths)]
@@ -112,12 +108,17 @@ class TokenChooser:
         """Number of depths that have shared noise in this round."""
         return self._keys_BW.shape[1]
 
+    @property
+    def draws(self) -> Draws:
+        """The keys of this round's `uniform`, for calls outside Python."""
+        return Draws(self.warper.temperature, self._round_keys_B, self._positions_B)
+
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return the round's number in (0, 1) for this row, depth and purpose.
 
         It is keyed by seed, request, round, position, purpose and, if given, node.
         """
-        state = noise.extend(int(self._round_keys_B[row]), self._positions_B[row] + depth)
+        state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
         state = noise.extend(state, purpose)
         return float(noise.uniform(state if node is None else noise.extend(state, node)))
 
@@ -139,7 +140,7 @@ class TokenChooser:
     def _states(self, rows: Any, depths: Any, *parts: Any) -> Any:
         """Return keys of (seed, request, round, position) and these parts, broadcast."""
         positions = np.array(self._positions_B, np.uint64)[rows] + np.asarray(depths, np.uint64)
-        states = noise.extend(self._round_keys_B[rows], positions)
+        states = noise.extend(np.array(self._round_keys_B, np.uint64)[rows], positions)
         return reduce(noise.extend, (np.asarray(part, np.uint64) for part in parts), states)
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:

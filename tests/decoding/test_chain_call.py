@@ -237,7 +237,7 @@ def test_a_chain_past_the_cache_and_an_unknown_token_are_refused() -> None:
     model = drafter().model
     model.open(1, 10)
     call, choice = model.chain_call(1), ChainChoice(VOCABULARY)
-    assert call is not None and call(torch.tensor([[5]]), [1], [9], choice)[0].shape == (1, 9)
+    assert call is not None and call([[5]], [9], choice)[0].shape == (1, 9)
     for token, count in ((VOCABULARY, 2), (5, 9)):
         with pytest.raises(IndexError, match=f"tokens from 0 to {VOCABULARY - 1}, lengths of"):
-            call(torch.tensor([[token]]), [1], [count], choice)
+            call([[token]], [count], choice)

@@ -23,7 +23,7 @@ from decoding.interfaces import Drafter
 from decoding.loop import decode
 from decoding.models import load
 from decoding.models.load import choose_execution, load_target
-from decoding.models.native import fused
+from decoding.models.native import fused, library
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
@@ -233,16 +233,16 @@ def test_tokens_and_parents_out_of_range_are_refused(
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Return an empty cache folder, in a process that has not loaded the library yet."""
     monkeypatch.setenv("SHALLOW_DRAFT_CACHE", str(tmp_path / "cache"))
-    fused.load_library.cache_clear()
+    library.load_library.cache_clear()
     yield tmp_path / "cache"
-    fused.load_library.cache_clear()
+    library.load_library.cache_clear()
 
 
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return the log of a compiler that copies a library built before, a line for each call."""
-    built = fused._library_path()
-    fused.load_library()
+    built = library.library_path()
+    library.load_library()
     shutil.copy(built, tmp_path / "built.so")
     script, log = tmp_path / "compiler", tmp_path / "log"
     copy = f'while [ $# -gt 1 ]; do shift; done; cp {shlex.quote(str(tmp_path))}/built.so "$1"'
@@ -258,8 +258,8 @@ def calls(log: Path) -> int:
 
 def test_a_second_start_builds_nothing(copying: Path, fresh: Path) -> None:
     for _ in range(2):
-        fused.load_library.cache_clear()
-        fused.load_library()
+        library.load_library.cache_clear()
+        library.load_library()
     assert calls(copying) == 1
     assert [file.suffix for file in fresh.iterdir()] == [".so"]
 
@@ -267,21 +267,21 @@ def test_a_second_start_builds_nothing(copying: Path, fresh: Path) -> None:
 def test_another_processor_and_a_torn_library_are_built_anew(
     copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fused.load_library()
-    monkeypatch.setattr(fused, "cpu_flags", lambda: ["another"])
-    fused.load_library.cache_clear()
-    fused.load_library()
+    library.load_library()
+    monkeypatch.setattr(library, "cpu_flags", lambda: ["another"])
+    library.load_library.cache_clear()
+    library.load_library()
     assert calls(copying) == 2 and len(list(fresh.iterdir())) == 2
-    monkeypatch.setattr(fused, "cpu_flags", lambda: ["a third"])
-    fused._library_path().write_bytes(b"torn")
-    fused.load_library.cache_clear()
-    fused.load_library()
+    monkeypatch.setattr(library, "cpu_flags", lambda: ["a third"])
+    library.library_path().write_bytes(b"torn")
+    library.load_library.cache_clear()
+    library.load_library()
     assert calls(copying) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_replaced(copying: Path, fresh: Path) -> None:
     fresh.write_text("a file in the folder's place")
-    fused.load_library()
+    library.load_library()
     assert calls(copying) == 1 and fresh.is_file()
 
 

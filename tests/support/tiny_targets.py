@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoding.interfaces import ancestors
+from decoding.interfaces import Chooser, ancestors
 from decoding.models.native.model import NativeTarget
 
 VOCABULARY = 48
@@ -164,6 +164,9 @@ class TableTarget:
         return self.table_VVV[before_BN, tokens_BN], tokens_BN[:, :, None].double()
 
     def chain_call(self, num_tokens: int) -> None:
+        return None
+
+    def verify_call(self, chooser: Chooser) -> None:
         return None
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ import tokenizers
 import transformers
 
 from decoding.errors import UserError
-from decoding.models.native.fused import cache_folder
+from decoding.models.native.library import cache_folder
 from decoding.values import check_choice
 from jobs import ranks
 from jobs.amounts import size as amount

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import ChainCall
+from decoding.interfaces import ChainCall, Chooser, VerifyCall
 from decoding.models.distributed.processes import Ranks
 from decoding.models.distributed.rank_process import join, load_part
 from decoding.models.distributed.shards import KINDS, RankSetup, Shard, check_divisible
@@ -130,6 +130,10 @@ class ParallelTarget:
 
     def chain_call(self, num_tokens: int) -> ChainCall | None:
         """Return None: the processes meet at every step (see `Target.chain_call`)."""
+        return None
+
+    def verify_call(self, chooser: Chooser) -> VerifyCall | None:
+        """Return None: chains are verified in Python (see `Target.verify_call`)."""
         return None
 
     def features(

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import ChainCall, ChainChoice
+from decoding.interfaces import ChainCall, ChainChoice, Chooser, Tokens, VerifyCall
 from decoding.models.cache import CachedTarget, ForwardPlan, Slots
+from decoding.models.native.chains import draft_chain, verifies, verify_chains
 from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
@@ -215,21 +216,20 @@ class NativeTarget(CachedTarget):
         return self._draft_chain if fused else None
 
     def _draft_chain(
-        self,
-        tokens_BK: Tensor,
-        unseen_B: Sequence[int],
-        counts_B: list[int],
-        choice: ChainChoice,
+        self, unseen_B: Tokens, counts_B: list[int], choice: ChainChoice
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Draft chains (see `Target.chain_call`)."""
         assert self._fused is not None
-        self.slots.end_of(tokens_BK.shape[1])
+        self.slots.end_of(max(map(len, unseen_B)))
         lengths_B = self.slots.lengths_B
-        tokens_BN, q_BNV, counts_B = self._fused.draft_chain(
-            tokens_BK, unseen_B, counts_B, lengths_B, choice
-        )
-        self.commit(None, [n + max(count - 1, 0) for n, count in zip(unseen_B, counts_B)])
+        tokens_BN, q_BNV, counts_B = draft_chain(self._fused, unseen_B, counts_B, lengths_B, choice)
+        kept = zip(unseen_B, counts_B, strict=True)
+        self.commit(None, [len(unseen) + max(count - 1, 0) for unseen, count in kept])
         return tokens_BN, q_BNV, counts_B
+
+    def verify_call(self, chooser: Chooser) -> VerifyCall | None:
+        """Return `verify_chains` if this target runs fused."""
+        return verify_chains if self._fused is not None and verifies(chooser) else None
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()

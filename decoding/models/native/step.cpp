@@ -479,6 +479,13 @@ struct Forward {
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
 };
 
+// The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.
+struct Draws {
+  double temperature;        // 0: the largest logit, without random numbers
+  const uint64_t* keys;      // (B,) of seed, request and round
+  const int64_t* positions;  // (B,) of the round's first token
+};
+
 // Some steps of a chain after the tokens of a Forward, whose logits are overwritten by every step.
 struct Chain {
   int32_t first, last;      // the steps to take, without the last
@@ -489,10 +496,24 @@ struct Chain {
   const int64_t* ids;       // (V,) tokens of the outputs; null: their numbers
   int64_t* drafted;         // (B, width), past a row's count any token
   double* confidences;      // (B,) probability of the last step's tokens; null: not wanted
-  double temperature;       // 0: the tokens with the largest logits
-  const double* uniforms;   // (B, width) numbers that sample the tokens
+  Draws draws;
   void* probabilities;      // (B, width, vocabulary) that tokens were sampled from, in the type of the sums
   int64_t vocabulary;       // tokens of these distributions
+};
+
+// The test of drafted chains against a target's logits.
+struct Verification {
+  int32_t dtype, B, N;     // of the logits; rows; drafted tokens of the longest chain
+  int64_t V;
+  const void* logits;      // (B, N + 1, V) at the tip and the drafted tokens
+  const int64_t* drafted;  // (B, N)
+  const int32_t* counts;   // (B,) drafted tokens of each row
+  const void* q;           // (B, N, V) that the tokens were sampled from, in the type of the sums; null: point masses
+  double lenience;         // factor of q in the tests
+  Draws draws;
+  int32_t* accepted;       // (B,)
+  int64_t* emitted;        // (B, N + 1) the accepted tokens, and the one that follows them
+  double largest[2];       // of the logits at these tokens, and of their q; NaN if any is NaN
 };
 
 }  // extern "C"
@@ -730,44 +751,161 @@ void run_step(const Model& model, const Forward& forward) {
   team.run(Step<T>::run, &step);
 }
 
+// Choices ------------------------------------------------------------------------------------------------
+
 // The first of the largest numbers, or the first NaN.
 template <typename A>
 int64_t argmax(const A* x, int64_t count) {
-  int64_t best = 0;
-  for (int64_t i = 1; i < count && x[best] == x[best]; ++i)
-    if (!(x[i] <= x[best])) best = i;
-  return best;
+  constexpr int lanes = VectorOf<A>::lanes;
+  const A lowest = -std::numeric_limits<A>::infinity();
+  Vector<A> most = Vector<A>{} + lowest;
+  auto is_nan = most != most;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const Vector<A> next = load(x + i);
+    most = next > most ? next : most;
+    is_nan |= next != next;
+  }
+  A largest = lowest;
+  bool has_nan = false;
+  for (int lane = 0; lane < lanes; ++lane) largest = std::max(largest, most[lane]), has_nan |= is_nan[lane] != 0;
+  for (; i < count; ++i) largest = std::max(largest, x[i]), has_nan |= x[i] != x[i];
+  for (i = 0; i < count && (has_nan ? x[i] == x[i] : x[i] != largest);) ++i;
+  return i;
 }
 
-// The first index whose sum of numbers up to it exceeds `share` of the total; the last one for NaN.
+template <typename A>
+void divide(A* x, int64_t count, A by) {
+  constexpr int lanes = VectorOf<A>::lanes;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const Vector<A> quotients = load(x + i) / by;
+    std::memcpy(x + i, &quotients, sizeof quotients);
+  }
+  for (; i < count; ++i) x[i] /= by;
+}
+
+// Makes logits probabilities; `best` is the place of the largest.
+template <typename A>
+void softmax(A* logits, int64_t count, int64_t best, A temperature) {
+  if (temperature != 1) divide(logits, count, temperature);
+  divide(logits, count, exponentials(logits, count, logits[best]));
+}
+
+enum Purpose { DRAFT, ACCEPT, RESIDUAL, BONUS };
+
+uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31);
+}
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
+uint64_t extend(uint64_t state, uint64_t part) { return mix((state ^ part) * 5 + GOLDEN); }
+
+double uniform(const Draws& draws, int b, int depth, Purpose purpose) {
+  const uint64_t key = extend(extend(draws.keys[b], draws.positions[b] + depth), purpose);
+  return (mix(key + GOLDEN) >> 12) * 0x1p-52 + 0x1p-53;
+}
+
+// The first index up to which the weights add up to more than `share` of their total. Blocks are added first,
+// as one running sum would wait for every addition.
 template <typename A>
 int64_t draw(const A* weights, int64_t count, double share) {
-  double total = 0, sum = 0;
-  for (int64_t i = 0; i < count; ++i) total += weights[i];
-  for (int64_t i = 0; i < count; ++i)
-    if ((sum += weights[i]) > share * total) return i;
-  return count - 1;
+  constexpr int64_t BLOCK = 256, CHAINS = 8;
+  const int64_t blocks = (count + BLOCK - 1) / BLOCK;
+  std::vector<double> sums(blocks);
+  double total = 0, before = 0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    double parts[CHAINS] = {};
+    const int64_t end = std::min((block + 1) * BLOCK, count);
+    int64_t i = block * BLOCK;
+    for (; i + CHAINS <= end; i += CHAINS)
+      for (int chain = 0; chain < CHAINS; ++chain) parts[chain] += weights[i + chain];
+    for (; i < end; ++i) parts[0] += weights[i];
+    for (const double part : parts) sums[block] += part;
+    total += sums[block];
+  }
+  const double point = share * total;
+  int64_t block = 0;
+  while (block + 1 < blocks && before + sums[block] <= point) before += sums[block++];
+  int64_t chosen = block * BLOCK;  // for NaN, the block's first
+  for (int64_t i = chosen; i < std::min((block + 1) * BLOCK, count); ++i) {
+    if (!(weights[i] > 0)) continue;
+    chosen = i;  // past the last one, where the two sums of a block are rounded differently
+    if ((before += weights[i]) > point) break;
+  }
+  return chosen;
 }
 
 // Chooses the token of a row's step from its logits, which become probabilities where these are wanted.
 template <typename A>
 void choose(A* logits, const Chain& chain, int b, int step) {
   const int64_t place = int64_t(b) * chain.width + step, count = chain.choices;
+  const bool samples = chain.draws.temperature > 0;
   int64_t chosen = argmax(logits, count);
-  if (chain.temperature > 0 || chain.confidences != nullptr) {
-    if (chain.temperature > 0)
-      for (int64_t i = 0; i < count; ++i) logits[i] /= A(chain.temperature);
-    const A sum = exponentials(logits, count, logits[chosen]);
-    for (int64_t i = 0; i < count; ++i) logits[i] /= sum;
-  }
-  if (chain.temperature > 0) {
-    chosen = draw(logits, count, chain.uniforms[place]);
+  if (samples || chain.confidences != nullptr)
+    softmax(logits, count, chosen, A(samples ? chain.draws.temperature : 1));
+  if (samples) {
+    chosen = draw(logits, count, uniform(chain.draws, b, step, DRAFT));
     A* probabilities = static_cast<A*>(chain.probabilities) + place * chain.vocabulary;
     std::fill(probabilities, probabilities + chain.vocabulary, A(0));
     for (int64_t i = 0; i < count; ++i) probabilities[chain.ids == nullptr ? i : chain.ids[i]] = logits[i];
   }
   if (chain.confidences != nullptr) chain.confidences[b] = logits[chosen];
   chain.drafted[place] = chain.ids == nullptr ? chosen : chain.ids[chosen];
+}
+
+// Makes p the residual max(p - q, 0) after a token was rejected, unless p = q up to rounding. q: null for
+// the point mass at this token.
+template <typename A>
+void reject(A* p, const A* q, int64_t count, int64_t drafted) {
+  const auto left = [&](int64_t i) { return p[i] - (q == nullptr ? A(i == drafted) : q[i]); };
+  bool is_left = false;
+  for (int64_t i = 0; i < count; ++i) is_left |= left(i) > 0;
+  for (int64_t i = 0; is_left && i < count; ++i) p[i] = std::max(left(i), A(0));
+}
+
+void watch(double& largest, double x) {  // keeps NaN
+  if (largest == largest && !(x <= largest)) largest = x;
+}
+
+// Tests a row's drafted tokens one by one, as `greedy` and `token` of decoding/verification do.
+template <typename T>
+void verify_row(Verification& v, int b, Sum<T>* p) {
+  using A = Sum<T>;
+  const T* logits = static_cast<const T*>(v.logits) + int64_t(b) * (v.N + 1) * v.V;
+  const A* q = static_cast<const A*>(v.q) + int64_t(b) * v.N * v.V;
+  const bool samples = v.draws.temperature > 0;
+  for (int n = 0;; ++n, logits += v.V, q += v.V) {
+    for (int64_t i = 0; i < v.V; ++i) p[i] = widen(logits[i]);
+    const int64_t best = argmax(p, v.V);
+    watch(v.largest[0], p[best]);
+    int64_t& emitted = v.emitted[int64_t(b) * (v.N + 1) + n];
+    const bool drafts = n < v.counts[b];
+    const int64_t drafted = drafts ? v.drafted[int64_t(b) * v.N + n] : -1;
+    bool accepts = drafted == best;
+    emitted = best;
+    if (samples) {
+      softmax(p, v.V, best, A(v.draws.temperature));
+      if (drafts) {
+        const double chance = v.q == nullptr ? 1 : q[drafted];
+        watch(v.largest[1], chance);
+        accepts = uniform(v.draws, b, n, ACCEPT) * (v.lenience * chance) < p[drafted];
+        if (!accepts) reject(p, v.q == nullptr ? nullptr : q, v.V, drafted);
+      }
+      emitted = accepts ? drafted : draw(p, v.V, uniform(v.draws, b, n, drafts ? RESIDUAL : BONUS));
+    }
+    if (!accepts) {
+      v.accepted[b] = n;
+      return;
+    }
+  }
+}
+
+template <typename T>
+void verify_rows(Verification& v) {
+  std::vector<Sum<T>> p(v.V);
+  for (int b = 0; b < v.B; ++b) verify_row<T>(v, b, p.data());
 }
 
 // Every step runs all rows, so its bits are those of a forward over the last drafted tokens. Returns false
@@ -822,4 +960,17 @@ extern "C" void linear(int32_t dtype, int32_t threads, int32_t M, int64_t O, int
   }
   const auto function = dtype == 0 ? run_product<float> : dtype == 1 ? run_product<double> : run_product<BFloat16>;
   team_of(threads).run(function, &p);
+}
+
+// Tests drafted chains; returns as forward_step does, for drafted tokens outside the vocabulary.
+extern "C" int32_t verify_chains(Verification* v) {
+  for (int b = 0; b < v->B; ++b)
+    for (int n = 0; n < v->counts[b]; ++n) {
+      const int64_t token = v->drafted[int64_t(b) * v->N + n];
+      if (token < 0 || token >= v->V) return 1;
+    }
+  if (v->dtype == 0) verify_rows<float>(*v);
+  if (v->dtype == 1) verify_rows<double>(*v);
+  if (v->dtype == 2) verify_rows<BFloat16>(*v);
+  return 0;
 }

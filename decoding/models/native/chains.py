@@ -1,0 +1,103 @@
+"""Chains outside Python, for models that run fused: their draft, and their test by a target.
+
+Between two forwards every small operation finds its instructions out of the processor's caches, so
+a round takes fewer of them here. The eager versions are the loop of `ChainDrafter.propose` and the
+rules `greedy` and `token` of decoding/verification, from whose probabilities these differ in the
+last bits alone.
+
+Shapes: B rows, N drafted tokens, K unseen tokens, V vocabulary.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.interfaces import ChainChoice, Chooser, Draws, Outcome, Proposal, Tokens
+from decoding.models.native import library
+from decoding.models.native.fused import CODES, SUM_DTYPES, FusedForward, address
+
+
+def draft_chain(
+    step: FusedForward,
+    unseen_B: Tokens,
+    counts_B: list[int],
+    lengths_B: Sequence[int],
+    choice: ChainChoice,
+) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Return what `Target.chain_call` returns after `lengths_B` tokens, without committing.
+
+    All steps are one call, or one call each if the lengths are decided on the way.
+    """
+    B, K, N, config = len(unseen_B), max(map(len, unseen_B)), max(counts_B), step.weights.config
+    choices = min(choice.vocab_size, config.head_rows)
+    if (ids_V := step.weights.ids_N) is not None:
+        choices = int((ids_V < choice.vocab_size).sum())
+    padded = [token for unseen in unseen_B for token in (*unseen, *[0] * (K - len(unseen)))]
+    logits_BKV = torch.empty(B, K, config.head_rows, dtype=step.sum_dtype)
+    drafted_BN, q_BNV = torch.empty(B, N, dtype=torch.int64), None
+    if choice.draws.temperature:
+        q_BNV = torch.empty(B, N, choice.vocab_size, dtype=step.sum_dtype)
+    lengths, counts = (ctypes.c_int64 * B)(*lengths_B), (ctypes.c_int32 * B)(*counts_B)
+    confidences_B = None if choice.shorten is None else (ctypes.c_double * B)()
+    tokens = (ctypes.c_int64 * (B * K))(*padded)
+    forward = library.Forward(
+        B, K, 0, torch.get_num_threads(), ctypes.addressof(tokens), None, lengths, step.columns(()),
+        None, address(logits_BKV),
+    )  # fmt: skip
+    chain = library.Chain(
+        0, N, N, choices, (ctypes.c_int32 * B)(*map(len, unseen_B)), counts, lengths,
+        address(ids_V), address(drafted_BN), confidences_B, _draws(choice.draws), address(q_BNV),
+        choice.vocab_size,
+    )  # fmt: skip
+    while chain.first < max(counts_B):
+        if choice.shorten is not None:
+            chain.last = chain.first + 1
+        step.check(step.library.draft_chain(step.model, forward, chain), K)
+        chain.first = chain.last
+        if choice.shorten is not None and confidences_B is not None:
+            counts_B = choice.shorten(chain.last, confidences_B, counts_B)
+            counts[:] = counts_B
+    N = chain.last
+    return drafted_BN[:, :N], None if q_BNV is None else q_BNV[:, :N], counts_B
+
+
+def verifies(chooser: Chooser) -> bool:
+    """Return whether `verify_chains` knows the chooser's rule."""
+    return chooser.rule == "greedy" or (
+        chooser.rule in ("token", "lossy_lenience") and not chooser.warper.truncates
+    )
+
+
+def verify_chains(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser
+) -> tuple[Outcome, tuple[float, float]]:
+    """Return the outcome of a round, and the largest tested logit and q (`Target.verify_call`)."""
+    B, nodes, V = logits_BNV.shape
+    logits_BNV, drafted_BN, q_BNV, counts_B = logits_BNV.contiguous(), None, None, [0] * B
+    if proposal is not None:
+        drafted_BN, counts_B = proposal.tokens_BN.contiguous(), proposal.counts_B
+        if proposal.q_BNV is not None:
+            q_BNV = proposal.q_BNV.to(SUM_DTYPES[logits_BNV.dtype]).contiguous()
+    accepted, emitted = (ctypes.c_int32 * B)(), (ctypes.c_int64 * (B * nodes))()
+    test = library.Verification(
+        CODES[logits_BNV.dtype], B, nodes - 1, V, address(logits_BNV), address(drafted_BN),
+        (ctypes.c_int32 * B)(*counts_B), address(q_BNV), chooser.lenience, _draws(chooser.draws),
+        accepted, emitted, (-math.inf, 0.0),
+    )  # fmt: skip
+    if library.load_library().verify_chains(test):
+        raise IndexError(f"drafted tokens are out of range: expected tokens from 0 to {V - 1}.")
+    accepted_B = list(accepted)
+    tokens_B = [emitted[b * nodes : b * nodes + n + 1] for b, n in enumerate(accepted_B)]
+    tested_B = [n + (n < count) for n, count in zip(accepted_B, counts_B, strict=True)]
+    return Outcome(tokens_B, None, accepted_B, tested_B), tuple(test.largest)
+
+
+def _draws(draws: Draws) -> library.Draws:
+    if not draws.temperature:
+        return library.Draws()
+    B = len(draws.keys_B)
+    keys, positions = (ctypes.c_uint64 * B)(*draws.keys_B), (ctypes.c_int64 * B)(*draws.positions_B)
+    return library.Draws(draws.temperature, keys, positions)

@@ -1,0 +1,181 @@
+"""The compiled library of the `fused` execution: built from `step.cpp` at first use, then cached.
+
+It is kept in the user's cache under a name of its source, flags and processor. Whichever compiler
+built it, a library of that name is used, so a machine without one can get it from another.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from decoding.errors import UserError
+from decoding.models.native.linear import cpu_flags
+
+SOURCE = Path(__file__).with_name("step.cpp")
+FLAGS = "-std=c++20 -O2 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread"
+COMPILE_SECONDS = 300  # after which a compiler is taken for stuck
+
+
+# Structures of step.cpp, which explains them ----------------------------------------------
+
+
+class Layer(ctypes.Structure):
+    """A layer's weights and cache."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "attention_norm", "qkv", "qkv_bias", "head_norm", "out", "out_bias",
+            "mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "keys", "values",
+        )),
+        *((name, ctypes.c_int32) for name in ("attends", "feeds")),
+    ]  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    """A model."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("dtype", "layers", *"CQHDFVS")),
+        ("vocabulary", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        ("layer", ctypes.POINTER(Layer)),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "cosines", "sines")),
+    ]
+
+
+class Forward(ctypes.Structure):
+    """A forward over new tokens."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("B", "N", "taps", "threads")),
+        ("tokens", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+        ("lengths", ctypes.POINTER(ctypes.c_int64)),
+        ("columns", ctypes.POINTER(ctypes.c_int32)),
+        ("hidden", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    ]
+
+
+class Draws(ctypes.Structure):
+    """The random numbers of a round."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_double),
+        ("keys", ctypes.POINTER(ctypes.c_uint64)),
+        ("positions", ctypes.POINTER(ctypes.c_int64)),
+    ]
+
+
+class Chain(ctypes.Structure):
+    """Some steps of a chain."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("first", "last", "width", "choices")),
+        *((name, ctypes.POINTER(ctypes.c_int32)) for name in ("unseen", "counts")),
+        ("lengths", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("ids", "drafted")),
+        ("confidences", ctypes.POINTER(ctypes.c_double)),
+        ("draws", Draws),
+        ("probabilities", ctypes.c_void_p),
+        ("vocabulary", ctypes.c_int64),
+    ]
+
+
+class Verification(ctypes.Structure):
+    """The test of drafted chains."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("dtype", "B", "N")),
+        ("V", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("logits", "drafted")),
+        ("counts", ctypes.POINTER(ctypes.c_int32)),
+        ("q", ctypes.c_void_p),
+        ("lenience", ctypes.c_double),
+        ("draws", Draws),
+        ("accepted", ctypes.POINTER(ctypes.c_int32)),
+        ("emitted", ctypes.POINTER(ctypes.c_int64)),
+        ("largest", ctypes.c_double * 2),
+    ]
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries: SHALLOW_DRAFT_CACHE, else the user's cache."""
+    given = os.environ.get("SHALLOW_DRAFT_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(base) / "shallow_draft"
+
+
+def compiler() -> str | None:
+    """Return the path of the C++ compiler: CXX, else c++, g++ or clang++; None if there is none."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def library_path() -> Path:
+    """Return where the library of this source and processor is kept."""
+    made_of = (SOURCE.read_text(), FLAGS, platform.machine(), *cpu_flags())
+    name = hashlib.sha256("\n".join(map(str, made_of)).encode()).hexdigest()[:20]
+    return cache_folder() / f"step-{name}.so"
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Return the compiled step, which is built if this machine has not built it yet.
+
+    A torn library is built again. A cache that cannot be written is replaced by a temporary folder.
+    Raises UserError if the compiler fails.
+    """
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # it is missing or torn
+        library = _build_into(path)
+    library.forward_step.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Forward)]
+    library.draft_chain.argtypes = [*library.forward_step.argtypes, ctypes.POINTER(Chain)]
+    library.verify_chains.argtypes = [ctypes.POINTER(Verification)]
+    library.linear.argtypes = [*[ctypes.c_int32] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 4]
+    for function in (library.forward_step, library.draft_chain, library.verify_chains):
+        function.restype = ctypes.c_int32
+    library.linear.restype = None
+    return library
+
+
+def _build_into(path: Path) -> ctypes.CDLL:
+    """Return the library that is built for this path."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=".building-", dir=path.parent)
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="shallow-draft-")
+        path = Path(folder) / path.name
+    built = Path(folder) / "step.so"
+    try:
+        _build(built)
+        built.replace(path)  # at once, as other processes may build it too
+        return ctypes.CDLL(str(path))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(library: Path) -> None:
+    command = [compiler() or "c++", *shlex.split(FLAGS), str(SOURCE), "-o", str(library)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        words = done.stderr.strip()[-2000:] if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        words = str(error)
+    if not library.is_file() or words:
+        raise UserError(
+            f"the C++ compiler could not build the fused step.\n{shlex.join(command)}\n{words}\n"
+            f"Name another compiler in CXX (GCC 11 or clang 14 and newer), or use execution=eager."
+        )
