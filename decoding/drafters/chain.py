@@ -163,9 +163,10 @@ class ChainDrafter(StatelessDrafter):
         draws = chooser.draws if samples else Draws()
         choice = ChainChoice(chooser.vocab_size, draws, shorten)
         tokens_BN, q_BNV, counts_B = call(self._within(unseen_B), counts_B, choice)
-        if q_BNV is not None:
-            q_BNV = q_BNV.to(chooser.device)
-        return Proposal(tokens_BN.to(chooser.device), counts_B, None, q_BNV, tokens_BN.shape[1])
+        if chooser.device != tokens_BN.device:
+            tokens_BN = tokens_BN.to(chooser.device)
+            q_BNV = None if q_BNV is None else q_BNV.to(chooser.device)
+        return Proposal(tokens_BN, counts_B, None, q_BNV, tokens_BN.shape[1])
 
     def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
         """Read a drafted token in each row; return the logits (B, V) of the next.

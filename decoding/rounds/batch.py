@@ -135,7 +135,8 @@ class Batch:
             counted = proposal.counted()
             if proposal.readback is not None:
                 drafter_tensors = proposal.readback(logits_BNV)
-        tested_BNV = logits_BNV[:, : 1 if counted is None else 1 + counted.tokens_BN.shape[1]]
+        nodes = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
+        tested_BNV = logits_BNV if logits_BNV.shape[1] == nodes else logits_BNV[:, :nodes]
         outcome, drafter_values = self._verify(tested_BNV, counted, drafter_tensors)
         observation = Observation(outcome, logits_BNV, hidden_BNC, drafter_values)
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
@@ -179,11 +180,14 @@ class Batch:
 
         above_BN: the parents of the drafted tokens; None is a chain.
         """
-        tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
+        tips = [row.sequence[-1:] for row in self.rows]
+        if drafted_BN is None:
+            tokens_BN = devices.tensor(tips, self.target.device)
+        else:
+            tokens_BN = devices.prepend(tips, drafted_BN)
         parents_BN = None
         if above_BN is not None:
-            parents_BN = torch.cat((torch.full_like(tips_B1, -1), above_BN + 1), 1)
-        tokens_BN = tips_B1 if drafted_BN is None else torch.cat((tips_B1, drafted_BN), 1)
+            parents_BN = torch.cat((torch.full_like(above_BN[:, :1], -1), above_BN + 1), 1)
         logits_BNV, hidden_BNC = self.target.forward(tokens_BN, parents_BN, self.taps)
         if self.chooser.processors is not None:
             sequences_B = [row.sequence for row in self.rows]

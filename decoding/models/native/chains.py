@@ -31,37 +31,34 @@ def draft_chain(
 
     All steps are one call, or one call each if the lengths are decided on the way.
     """
-    B, K, N, config = len(unseen_B), max(map(len, unseen_B)), max(counts_B), step.weights.config
-    choices = min(choice.vocab_size, config.head_rows)
-    if (ids_V := step.weights.ids_N) is not None:
-        choices = int((ids_V < choice.vocab_size).sum())
+    B, K, N = len(unseen_B), max(map(len, unseen_B)), max(counts_B)
     padded = [token for unseen in unseen_B for token in (*unseen, *[0] * (K - len(unseen)))]
-    logits_BKV = torch.empty(B, K, config.head_rows, dtype=step.sum_dtype)
+    tokens, numbers = (ctypes.c_int64 * (B * K))(*padded), ctypes.c_int32 * B
+    lengths, counts = (ctypes.c_int64 * B)(*lengths_B), numbers(*counts_B)
+    confidences_B = None if choice.shorten is None else (ctypes.c_double * B)()
     drafted_BN, q_BNV = torch.empty(B, N, dtype=torch.int64), None
     if choice.draws.temperature:
         q_BNV = torch.empty(B, N, choice.vocab_size, dtype=step.sum_dtype)
-    lengths, counts = (ctypes.c_int64 * B)(*lengths_B), (ctypes.c_int32 * B)(*counts_B)
-    confidences_B = None if choice.shorten is None else (ctypes.c_double * B)()
-    tokens = (ctypes.c_int64 * (B * K))(*padded)
     forward = library.Forward(
-        B, K, 0, torch.get_num_threads(), ctypes.addressof(tokens), None, lengths, step.columns(()),
-        None, address(logits_BKV),
-    )  # fmt: skip
+        B, K, 0, torch.get_num_threads(), ctypes.addressof(tokens), None, lengths, step.columns(())
+    )
     chain = library.Chain(
-        0, N, N, choices, (ctypes.c_int32 * B)(*map(len, unseen_B)), counts, lengths,
-        address(ids_V), address(drafted_BN), confidences_B, _draws(choice.draws), address(q_BNV),
-        choice.vocab_size,
+        0, N, N, step.choices(choice.vocab_size), numbers(*map(len, unseen_B)), counts, lengths,
+        address(step.weights.ids_N), address(drafted_BN), confidences_B, _draws(choice.draws),
+        address(q_BNV), choice.vocab_size,
     )  # fmt: skip
     while chain.first < max(counts_B):
-        if choice.shorten is not None:
+        if confidences_B is not None:
             chain.last = chain.first + 1
         step.check(step.library.draft_chain(step.model, forward, chain), K)
         chain.first = chain.last
-        if choice.shorten is not None and confidences_B is not None:
+        if confidences_B is not None and choice.shorten is not None:
             counts_B = choice.shorten(chain.last, confidences_B, counts_B)
             counts[:] = counts_B
-    N = chain.last
-    return drafted_BN[:, :N], None if q_BNV is None else q_BNV[:, :N], counts_B
+    if chain.last < N:
+        drafted_BN = drafted_BN[:, : chain.last]
+        q_BNV = None if q_BNV is None else q_BNV[:, : chain.last]
+    return drafted_BN, q_BNV, counts_B
 
 
 def verifies(chooser: Chooser) -> bool:

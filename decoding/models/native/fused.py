@@ -97,6 +97,7 @@ class FusedForward:
             raise ValueError("the fused step needs plain weights, found packed ones.")
         self.weights, self.layers, self.library = weights, layers, load_library()
         config = weights.config
+        self._choices_of: dict[int, int] = {}
         self._columns_of: dict[tuple[int, ...], ctypes.Array[ctypes.c_int32]] = {}
         self._held: list[Tensor] = []  # whose addresses the structures hold
         self._layer = (library.Layer * len(layers))(*(self._layer_of(*each[1:]) for each in layers))
@@ -155,7 +156,8 @@ class FusedForward:
         C, V = weights.config.hidden_size, weights.config.head_rows
         hidden = torch.empty(B, N, len(wanted) * C, dtype=weights.dtype)
         logits = torch.empty(B, N, V if has_logits else 0, dtype=self.sum_dtype)
-        tokens_BN = tokens_BN.to(torch.int64).contiguous()
+        if tokens_BN.dtype != torch.int64 or not tokens_BN.is_contiguous():
+            tokens_BN = tokens_BN.to(torch.int64).contiguous()
         parents_BN = None if parents_BN is None else parents_BN.contiguous()
         forward = Forward(
             B, N, len(wanted), torch.get_num_threads(), address(tokens_BN), address(parents_BN),
@@ -170,6 +172,14 @@ class FusedForward:
         weight_VC = self.weights.head_weight_VC
         assert weight_VC is not None
         return self.weights.spread(fused_linear(hidden, weight_VC, None))
+
+    def choices(self, vocab_size: int) -> int:
+        """Return the number of outputs for tokens below `vocab_size`, which come first."""
+        if vocab_size not in self._choices_of:
+            ids_N = self.weights.ids_N
+            known = vocab_size if ids_N is None else int((ids_N < vocab_size).sum())
+            self._choices_of[vocab_size] = min(known, self.weights.config.head_rows)
+        return self._choices_of[vocab_size]
 
     def columns(self, taps: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
         """Return the place of each layer's hidden states among those of the taps, or -1."""

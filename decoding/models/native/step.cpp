@@ -486,7 +486,7 @@ struct Draws {
   const int64_t* positions;  // (B,) of the round's first token
 };
 
-// Some steps of a chain after the tokens of a Forward, whose logits are overwritten by every step.
+// Some steps of a chain after the tokens of a Forward, which wants no logits.
 struct Chain {
   int32_t first, last;      // the steps to take, without the last
   int32_t width, choices;   // steps of the complete chain; the first outputs, from which tokens are chosen
@@ -912,8 +912,10 @@ void verify_rows(Verification& v) {
 // as soon as a step would lead out of the model's arrays.
 template <typename T>
 bool run_chain(const Model& model, Forward forward, const Chain& chain) {
+  static std::vector<Sum<T>> logits;
   std::vector<int64_t> tokens(forward.B);
-  Sum<T>* logits = static_cast<Sum<T>*>(forward.logits);
+  logits.resize(std::max(logits.size(), size_t(forward.B) * forward.N * model.V));
+  forward.logits = logits.data();
   for (int step = chain.first; step < chain.last; ++step) {
     if (step > 0) {
       for (int b = 0; b < forward.B; ++b) tokens[b] = chain.drafted[int64_t(b) * chain.width + step - 1];
@@ -923,7 +925,7 @@ bool run_chain(const Model& model, Forward forward, const Chain& chain) {
     run_step<T>(model, forward);
     for (int b = 0; b < forward.B; ++b) {
       const int kept = step == 0 ? chain.unseen[b] : chain.counts[b] > step;
-      choose(logits + (int64_t(b) * forward.N + std::max(kept, 1) - 1) * model.V, chain, b, step);
+      choose(logits.data() + (int64_t(b) * forward.N + std::max(kept, 1) - 1) * model.V, chain, b, step);
       chain.lengths[b] += kept;
     }
   }
