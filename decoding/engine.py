@@ -151,7 +151,9 @@ def generate(
     If the stopping policy (such as "cost_ratio"), the drafter or the schedule decides from the
     costs of a round, the first call measures them. A seed then reproduces its text with the same
     engine only; verify="coupled" or given `costs` reproduce it with any engine. With
-    schedule="pearl_plus_wall", which decides by the clock, only verify="coupled" reproduces it.
+    schedule="pearl_plus_wall", which decides by the clock, only verify="coupled" reproduces it. In
+    half precision neither greedy nor coupled text is independent of such decisions, except with
+    the fused execution; on a CPU the default policy then drafts a fixed length.
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
@@ -188,13 +190,14 @@ def with_costs(
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
         return settings
-    if not decides_by_cost(drafter.capabilities, settings.schedule, settings.stopping):
+    use = (drafter.capabilities, settings.schedule, settings.stopping)
+    if not decides_by_cost(*use, engine.target):
         return settings
     rule = settings.verify if settings.temperature else "greedy"
-    use = f"{settings.schedule}, {rule}, {batch_size}"
+    key = f"{settings.schedule}, {rule}, {batch_size}"
     with Claim(engine.target, drafter):
-        if use not in engine.costs:
-            engine.costs[use] = measure_costs(
+        if key not in engine.costs:
+            engine.costs[key] = measure_costs(
                 engine.target,
                 drafter,
                 prompt or [0],
@@ -206,7 +209,7 @@ def with_costs(
                 repeats=2,
                 tokens=24,
             )
-    return replace(settings, costs=engine.costs[use])
+    return replace(settings, costs=engine.costs[key])
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:

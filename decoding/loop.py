@@ -72,7 +72,7 @@ def build_batch(
     keys = [noise.key(settings.seed, request) for request in ids]
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
-        policy = default_stopping(drafter.capabilities, settings.schedule)
+        policy = default_stopping(drafter.capabilities, settings.schedule, target)
     costs, per_token = settings.costs, not devices.runs_ahead(target.device)
     if drafter is not None:
         per_token = per_token and drafter.capabilities.stops_by_token

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities
+from decoding.interfaces import Capabilities, Target
 from decoding.sampling.rule_names import SAMPLING, check_verify, is_lossy
 from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
@@ -92,9 +92,9 @@ class DrafterUse:
             "schedule": "serial" if self.schedule == ALONE else self.schedule,
         }
 
-    def with_default_stopping(self, capabilities: Capabilities) -> DrafterUse:
+    def with_default_stopping(self, capabilities: Capabilities, target: Target) -> DrafterUse:
         """Return a copy with the drafter's default stopping policy if none is set."""
-        stopping = self.stopping or default_stopping(capabilities, self.schedule)
+        stopping = self.stopping or default_stopping(capabilities, self.schedule, target)
         return replace(self, stopping=stopping)
 
 

@@ -2,7 +2,7 @@
 
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Drafter, RoundCosts
+from decoding.interfaces import Capabilities, Drafter, RoundCosts, Target
 from decoding.rounds.batch import Batch
 from decoding.sampling.rule_names import is_lossy
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
@@ -26,14 +26,26 @@ SCHEDULES = VIRTUAL | WALL
 NON_LEARNING = tuple(name for name, policy in POLICIES.items() if not policy.learns)
 
 
-def default_stopping(capabilities: Capabilities, schedule: str) -> str:
+def default_stopping(capabilities: Capabilities, schedule: str, target: Target) -> str:
     """Return the default stopping policy of a drafter.
 
     It is `cost_ratio` for tokens that are sampled one by one from a known distribution, under the
     serial schedule. Otherwise it is `fixed`: trees and lookups are proposed at once, and overlapped
-    schedules choose the length of their chunks.
+    schedules choose the length of their chunks. It is also `fixed` where draft lengths, which
+    `cost_ratio` decides from measured costs, could change the text (`text_varies_by_length`).
     """
-    return "cost_ratio" if token_by_token(capabilities) and schedule == "serial" else "fixed"
+    by_cost = token_by_token(capabilities) and schedule == "serial"
+    return "cost_ratio" if by_cost and not text_varies_by_length(target) else "fixed"
+
+
+def text_varies_by_length(target: Target) -> bool:
+    """Return whether greedy text depends on the draft lengths: on a CPU in half precision.
+
+    Forwards of different widths round a token's logits differently, except in the fused step. They
+    do so on a GPU too, where lengths still follow the costs (docs/exactness.md).
+    """
+    half = target.dtype in ("bfloat16", "float16")
+    return half and target.device.type == "cpu" and not target.backend.endswith(" fused")
 
 
 def token_by_token(capabilities: Capabilities) -> bool:
@@ -46,12 +58,14 @@ def token_by_token(capabilities: Capabilities) -> bool:
     )
 
 
-def decides_by_cost(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
+def decides_by_cost(
+    capabilities: Capabilities, schedule: str, stopping: str | None, target: Target
+) -> bool:
     """Return whether the drafter, its policy or its schedule needs measured costs.
 
     stopping: name of the policy; None: the default one.
     """
-    policy = stopping or default_stopping(capabilities, schedule)
+    policy = stopping or default_stopping(capabilities, schedule, target)
     return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
 
 

@@ -105,7 +105,7 @@ class AnswerGenerator:
         (drafter,) = build(mappings, used, self.folder).values()
         drafter.prepare(self.target, None)
         (use,) = used.values()
-        return drafter, use.with_default_stopping(drafter.capabilities)
+        return drafter, use.with_default_stopping(drafter.capabilities, self.target)
 
     def load(self) -> None:
         """Load the target and the drafter. Raises UserError if the drafter does not fit."""
@@ -170,7 +170,9 @@ class AnswerGenerator:
         """Return the decoding settings, with round costs if the drafter's policy needs them."""
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
-        if drafter is None or not decides_by_cost(drafter.capabilities, use.schedule, use.stopping):
+        if drafter is None or not decides_by_cost(
+            drafter.capabilities, use.schedule, use.stopping, self.target
+        ):
             return settings
         if self._costs is None:
             self._costs = self._read_or_measure(drafter, settings, requests)

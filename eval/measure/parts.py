@@ -117,7 +117,9 @@ def freeze_costs(
     weighing = [
         name
         for name, use in bench.uses.items()
-        if decides_by_cost(bench.drafters[name].capabilities, use.schedule, use.stopping)
+        if decides_by_cost(
+            bench.drafters[name].capabilities, use.schedule, use.stopping, bench.target
+        )
     ]
     measured: dict[str, RoundCosts] = {}
     if path.is_file():

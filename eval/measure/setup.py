@@ -139,7 +139,8 @@ def load(cfg: EvalConfig) -> Loaded:
     worker_devices = {device: _worker_device(target, uses.values())}
     drafters = drafter_list.build(mappings, uses, folder, worker_devices)
     uses = {
-        name: use.with_default_stopping(drafters[name].capabilities) for name, use in uses.items()
+        name: use.with_default_stopping(drafters[name].capabilities, target)
+        for name, use in uses.items()
     }
     for drafter in drafters.values():
         drafter.prepare(target, None)  # an unfit drafter fails now, not after an hour

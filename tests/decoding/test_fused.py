@@ -279,6 +279,21 @@ def test_another_processor_and_a_torn_library_are_built_anew(
     assert calls(copying) == 3
 
 
+def test_a_library_that_a_compiler_built_before_is_used_without_one(
+    copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.load_library()
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX")
+    library.load_library.cache_clear()
+    assert library.compiler() is None
+    assert fused.refuse(torch.float32, torch.device("cpu")) is None
+    library.load_library()
+    assert calls(copying) == 1
+    monkeypatch.setattr(library, "cpu_flags", lambda: ["another"])  # the control
+    assert "needs a C++ compiler" in str(fused.refuse(torch.float32, torch.device("cpu")))
+
+
 def test_a_cache_that_cannot_be_written_is_replaced(copying: Path, fresh: Path) -> None:
     fresh.write_text("a file in the folder's place")
     library.load_library()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
@@ -28,7 +29,7 @@ from decoding.stopping.policies import (
     make_stopping,
 )
 from tests.support.tiers import tiered
-from tests.support.tiny_targets import random_prompts
+from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 from .test_laws import models
 
@@ -181,8 +182,36 @@ def test_cost_ratio_is_the_default_with_measured_costs() -> None:
     assert drafted(chain, costs=FAIR, schedule="pearl_virtual") == drafted(
         chain, costs=FAIR, schedule="pearl_virtual", stopping="fixed"
     )
-    assert default_stopping(PromptLookup.capabilities, "serial") == "fixed"
-    assert default_stopping(RankedTree.capabilities, "serial") == "fixed"
+    assert default_stopping(PromptLookup.capabilities, "serial", target) == "fixed"
+    assert default_stopping(RankedTree.capabilities, "serial", target) == "fixed"
+
+
+@pytest.mark.parametrize("verify", [{}, {"temperature": 1.0, "verify": "coupled"}])
+@pytest.mark.parametrize("execution", ["eager", "fused"])
+def test_measured_costs_do_not_change_the_text_in_half_precision(
+    execution: str, verify: dict[str, Any]
+) -> None:
+    model = hf_model(layers=3, hidden_size=256, intermediate_size=512, vocab_size=3000)
+    target, draft_model = (
+        native_of(model, dtype=torch.bfloat16, execution=execution) for _ in range(2)
+    )
+    drafter = ChainDrafter(model=draft_model)
+    settings = Settings(max_new_tokens=48, num_draft_tokens=8, **verify)
+
+    def decoded(t_draft_ms: float, **more: Any) -> tuple[list[list[int]], list[int]]:
+        costs = RoundCosts(t_draft_ms, (1.0, 1.05))
+        chosen = replace(settings, costs=costs, **more)
+        made = [decode(target, drafter, [prompt], chosen)[0] for prompt in random_prompts(8)]
+        return [one.tokens for one in made], [one.drafted for one in made]
+
+    cheap, expensive = decoded(0.01), decoded(5.0)
+    assert cheap[0] == expensive[0]
+    if execution == "eager":
+        assert cheap[1] == expensive[1], "a fixed length"
+        # the control: lengths that follow the costs change the text
+        assert decoded(0.01, stopping="cost_ratio")[0] != decoded(5.0, stopping="cost_ratio")[0]
+    else:
+        assert cheap[1] != expensive[1], "lengths follow the costs"
 
 
 def test_costs_beyond_the_timed_widths_are_extrapolated() -> None:
