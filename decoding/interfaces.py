@@ -268,7 +268,9 @@ class ChainChoice:
 
 
 # drafts chains, see `Target.chain_call`
-ChainCall = Callable[[Tokens, list[int], ChainChoice], tuple[Tensor, Tensor | None, list[int]]]
+ChainCall = Callable[
+    [Tokens, Sequence[int], list[int], ChainChoice], tuple[Tensor, Tensor | None, list[int]]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +317,8 @@ class Proposal:
     # the outcome; they arrive in `Observation.readback`.
     readback: Callable[[Tensor], Sequence[Tensor]] | None = None
     frontiers: int = 0  # sum of the frontiers of all steps; 0: one node per step
+    # the rows' tips and then tokens_BN, on the target's device, if the drafter has them like that
+    with_tips_BN: Tensor | None = None
 
     def counted(self) -> "Proposal | None":
         """Return the proposal without nodes past every row's count, or None if no node is left.
@@ -458,11 +462,11 @@ class Target(Protocol):
         """Return a function that drafts chains outside Python, None if there is none.
 
         num_tokens: new tokens of its first step in all rows, padding included. The function takes
-        (unseen_B, counts_B, choice). It reads each row's unseen tokens, drafts counts_B[b] tokens,
-        or as many as `choice.shorten` leaves, and commits all tokens but the last drafted one. It
-        returns the tokens (B, N), padded on the right, the distributions (B, N, V) that they were
-        sampled from, None at temperature 0, and the draft lengths. Greedy tokens and the cache have
-        the same bits as with a `forward` for each step.
+        (unseen_B, tips_B, counts_B, choice). It reads each row's unseen tokens, drafts counts_B[b]
+        tokens, or as many as `choice.shorten` leaves, and commits all tokens but the last drafted
+        one. It returns the tips and the drafted tokens (B, 1 + N), padded on the right, the
+        distributions (B, N, V) that they were sampled from, None at temperature 0, and the draft
+        lengths. Greedy tokens and the cache have the same bits as with a `forward` for each step.
         """
 
     def verify_call(self, chooser: Chooser) -> VerifyCall | None:

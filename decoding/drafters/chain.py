@@ -114,7 +114,8 @@ class ChainDrafter(StatelessDrafter):
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
         unseen_B = self._unseen(sequences_B, counts_B)
-        drafted = self._draft_outside(unseen_B, counts_B, stopping_B, chooser)
+        tips_B = [sequence[-1] for sequence in sequences_B]
+        drafted = self._draft_outside(unseen_B, tips_B, counts_B, stopping_B, chooser)
         if drafted is not None:
             return drafted
         processors = chooser.processors
@@ -144,6 +145,7 @@ class ChainDrafter(StatelessDrafter):
     def _draft_outside(
         self,
         unseen_B: list[list[int]],
+        tips_B: Sequence[int],
         counts_B: list[int],
         stopping_B: Policies,
         chooser: Chooser,
@@ -162,11 +164,13 @@ class ChainDrafter(StatelessDrafter):
             counts_B = [_decided(*each) for each in zip(stopping_B, counts_B, strict=True)]
         draws = chooser.draws if samples else Draws()
         choice = ChainChoice(chooser.vocab_size, draws, shorten)
-        tokens_BN, q_BNV, counts_B = call(self._within(unseen_B), counts_B, choice)
+        tokens_BN, q_BNV, counts_B = call(self._within(unseen_B), tips_B, counts_B, choice)
         if chooser.device != tokens_BN.device:
             tokens_BN = tokens_BN.to(chooser.device)
             q_BNV = None if q_BNV is None else q_BNV.to(chooser.device)
-        return Proposal(tokens_BN, counts_B, None, q_BNV, tokens_BN.shape[1])
+        drafted_BN = tokens_BN[:, 1:]
+        steps = drafted_BN.shape[1]
+        return Proposal(drafted_BN, counts_B, None, q_BNV, steps, with_tips_BN=tokens_BN)
 
     def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
         """Read a drafted token in each row; return the logits (B, V) of the next.

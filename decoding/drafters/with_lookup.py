@@ -162,7 +162,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         is_copied_B1, _widen(copied.tokens_BN, width), _widen(drafted.tokens_BN, width)
     )
     counts_B = [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)]
-    merged = replace(drafted, tokens_BN=tokens_BN, counts_B=counts_B)
+    merged = replace(drafted, tokens_BN=tokens_BN, counts_B=counts_B, with_tips_BN=None)
     if drafted.parents_BN is not None:
         assert copied.parents_BN is not None
         chain_BN, parents_BN = _widen(copied.parents_BN, width), _widen(drafted.parents_BN, width)

@@ -131,7 +131,9 @@ class Batch:
         if proposal is None:
             logits_BNV, hidden_BNC = self._forward(None)
         else:
-            logits_BNV, hidden_BNC = self._forward(proposal.tokens_BN, proposal.parents_BN)
+            logits_BNV, hidden_BNC = self._forward(
+                proposal.tokens_BN, proposal.parents_BN, proposal.with_tips_BN
+            )
             counted = proposal.counted()
             if proposal.readback is not None:
                 drafter_tensors = proposal.readback(logits_BNV)
@@ -174,20 +176,24 @@ class Batch:
         return proposal if proposal.tokens_BN.shape[1] else None
 
     def _forward(
-        self, drafted_BN: Tensor | None, above_BN: Tensor | None = None
+        self,
+        drafted_BN: Tensor | None,
+        above_BN: Tensor | None = None,
+        tokens_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and hidden states at the tip and the drafted tokens.
 
-        above_BN: the parents of the drafted tokens; None is a chain.
+        above_BN: the parents of the drafted tokens; None is a chain. tokens_BN: the tips and the
+        drafted tokens in one tensor, if there is one.
         """
-        tips = [row.sequence[-1:] for row in self.rows]
-        if drafted_BN is None:
+        if tokens_BN is None:
+            tips = [row.sequence[-1:] for row in self.rows]
             tokens_BN = devices.tensor(tips, self.target.device)
-        else:
-            tokens_BN = devices.prepend(tips, drafted_BN)
+            if drafted_BN is not None:
+                tokens_BN = torch.cat((tokens_BN, drafted_BN), 1)
         parents_BN = None
         if above_BN is not None:
-            parents_BN = torch.cat((torch.full_like(above_BN[:, :1], -1), above_BN + 1), 1)
+            parents_BN = torch.cat((torch.full_like(tokens_BN[:, :1], -1), above_BN + 1), 1)
         logits_BNV, hidden_BNC = self.target.forward(tokens_BN, parents_BN, self.taps)
         if self.chooser.processors is not None:
             sequences_B = [row.sequence for row in self.rows]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
 from decoding.interfaces import ChainCall, ChainChoice, RoundCosts, TokenConfidence
 from decoding.loop import decode
@@ -199,6 +200,17 @@ def test_a_batch_decodes_alike_in_one_call_and_by_steps(changes: dict, calls: bo
     assert (drafters[0].model.calls > 0) == calls
 
 
+def test_text_with_lookups_before_some_rows_is_the_targets() -> None:
+    target = native_of(hf_model("llama", **SIZES), dtype=torch.float32, execution="fused")
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12] * 3, *random_prompts(3)]
+    settings = Settings(max_new_tokens=24, num_draft_tokens=3)
+    inner = drafter()
+    made = decode(target, LookupFirst(inner, 2), prompts, settings)
+    plain = decode(target, None, prompts, settings)
+    assert [one.tokens for one in made] == [one.tokens for one in plain]
+    assert inner.model.calls > 0
+
+
 class AfterTwo(Fixed):
     """A policy whose decision depends on when it is called: it stops at two committed tokens."""
 
@@ -237,7 +249,7 @@ def test_a_chain_past_the_cache_and_an_unknown_token_are_refused() -> None:
     model = drafter().model
     model.open(1, 10)
     call, choice = model.chain_call(1), ChainChoice(VOCABULARY)
-    assert call is not None and call([[5]], [9], choice)[0].shape == (1, 9)
+    assert call is not None and call([[5]], [5], [9], choice)[0].shape == (1, 10)
     for token, count in ((VOCABULARY, 2), (5, 9)):
         with pytest.raises(IndexError, match=f"tokens from 0 to {VOCABULARY - 1}, lengths of"):
-            call([[token]], [count], choice)
+            call([[token]], [token], [count], choice)

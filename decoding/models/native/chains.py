@@ -23,6 +23,7 @@ from decoding.models.native.fused import CODES, SUM_DTYPES, FusedForward, addres
 def draft_chain(
     step: FusedForward,
     unseen_B: Tokens,
+    tips_B: Sequence[int],
     counts_B: list[int],
     lengths_B: Sequence[int],
     choice: ChainChoice,
@@ -36,7 +37,7 @@ def draft_chain(
     tokens, numbers = (ctypes.c_int64 * (B * K))(*padded), ctypes.c_int32 * B
     lengths, counts = (ctypes.c_int64 * B)(*lengths_B), numbers(*counts_B)
     confidences_B = None if choice.shorten is None else (ctypes.c_double * B)()
-    drafted_BN, q_BNV = torch.empty(B, N, dtype=torch.int64), None
+    tokens_BN, q_BNV = torch.empty(B, 1 + N, dtype=torch.int64), None
     if choice.draws.temperature:
         q_BNV = torch.empty(B, N, choice.vocab_size, dtype=step.sum_dtype)
     forward = library.Forward(
@@ -44,8 +45,8 @@ def draft_chain(
     )
     chain = library.Chain(
         0, N, N, step.choices(choice.vocab_size), numbers(*map(len, unseen_B)), counts, lengths,
-        address(step.weights.ids_N), address(drafted_BN), confidences_B, _draws(choice.draws),
-        address(q_BNV), choice.vocab_size,
+        address(step.weights.ids_N), (ctypes.c_int64 * B)(*tips_B), address(tokens_BN),
+        confidences_B, _draws(choice.draws), address(q_BNV), choice.vocab_size,
     )  # fmt: skip
     while chain.first < max(counts_B):
         if confidences_B is not None:
@@ -56,9 +57,9 @@ def draft_chain(
             counts_B = choice.shorten(chain.last, confidences_B, counts_B)
             counts[:] = counts_B
     if chain.last < N:
-        drafted_BN = drafted_BN[:, : chain.last]
+        tokens_BN = tokens_BN[:, : 1 + chain.last]
         q_BNV = None if q_BNV is None else q_BNV[:, : chain.last]
-    return drafted_BN, q_BNV, counts_B
+    return tokens_BN, q_BNV, counts_B
 
 
 def verifies(chooser: Chooser) -> bool:
@@ -73,11 +74,11 @@ def verify_chains(
 ) -> tuple[Outcome, tuple[float, float]]:
     """Return the outcome of a round, and the largest tested logit and q (`Target.verify_call`)."""
     B, nodes, V = logits_BNV.shape
-    logits_BNV, drafted_BN, q_BNV, counts_B = logits_BNV.contiguous(), None, None, [0] * B
+    logits_BNV, drafted_BN, q_BNV, counts_B = _dense(logits_BNV), None, None, [0] * B
     if proposal is not None:
-        drafted_BN, counts_B = proposal.tokens_BN.contiguous(), proposal.counts_B
+        drafted_BN, counts_B = _dense(proposal.tokens_BN), proposal.counts_B
         if proposal.q_BNV is not None:
-            q_BNV = proposal.q_BNV.to(SUM_DTYPES[logits_BNV.dtype]).contiguous()
+            q_BNV = _dense(proposal.q_BNV.to(SUM_DTYPES[logits_BNV.dtype]))
     accepted, emitted = (ctypes.c_int32 * B)(), (ctypes.c_int64 * (B * nodes))()
     test = library.Verification(
         CODES[logits_BNV.dtype], B, nodes - 1, V, address(logits_BNV), address(drafted_BN),
@@ -90,6 +91,10 @@ def verify_chains(
     tokens_B = [emitted[b * nodes : b * nodes + n + 1] for b, n in enumerate(accepted_B)]
     tested_B = [n + (n < count) for n, count in zip(accepted_B, counts_B, strict=True)]
     return Outcome(tokens_B, None, accepted_B, tested_B), tuple(test.largest)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _draws(draws: Draws) -> library.Draws:

@@ -216,13 +216,19 @@ class NativeTarget(CachedTarget):
         return self._draft_chain if fused else None
 
     def _draft_chain(
-        self, unseen_B: Tokens, counts_B: list[int], choice: ChainChoice
+        self,
+        unseen_B: Tokens,
+        tips_B: Sequence[int],
+        counts_B: list[int],
+        choice: ChainChoice,
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Draft chains (see `Target.chain_call`)."""
         assert self._fused is not None
         self.slots.end_of(max(map(len, unseen_B)))
         lengths_B = self.slots.lengths_B
-        tokens_BN, q_BNV, counts_B = draft_chain(self._fused, unseen_B, counts_B, lengths_B, choice)
+        tokens_BN, q_BNV, counts_B = draft_chain(
+            self._fused, unseen_B, tips_B, counts_B, lengths_B, choice
+        )
         kept = zip(unseen_B, counts_B, strict=True)
         self.commit(None, [len(unseen) + max(count - 1, 0) for unseen, count in kept])
         return tokens_BN, q_BNV, counts_B

@@ -494,7 +494,8 @@ struct Chain {
   const int32_t* counts;    // (B,) drafted tokens of each row; all but the last are kept
   int64_t* lengths;         // (B,) committed tokens, those of the Forward; every step adds what it keeps
   const int64_t* ids;       // (V,) tokens of the outputs; null: their numbers
-  int64_t* drafted;         // (B, width), past a row's count any token
+  const int64_t* tips;      // (B,)
+  int64_t* drafted;         // (B, 1 + width) the tips and the drafted tokens, past a row's count any token
   double* confidences;      // (B,) probability of the last step's tokens; null: not wanted
   Draws draws;
   void* probabilities;      // (B, width, vocabulary) that tokens were sampled from, in the type of the sums
@@ -852,7 +853,7 @@ void choose(A* logits, const Chain& chain, int b, int step) {
     for (int64_t i = 0; i < count; ++i) probabilities[chain.ids == nullptr ? i : chain.ids[i]] = logits[i];
   }
   if (chain.confidences != nullptr) chain.confidences[b] = logits[chosen];
-  chain.drafted[place] = chain.ids == nullptr ? chosen : chain.ids[chosen];
+  chain.drafted[place + b + 1] = chain.ids == nullptr ? chosen : chain.ids[chosen];
 }
 
 // Makes p the residual max(p - q, 0) after a token was rejected, unless p = q up to rounding. q: null for
@@ -918,7 +919,7 @@ bool run_chain(const Model& model, Forward forward, const Chain& chain) {
   forward.logits = logits.data();
   for (int step = chain.first; step < chain.last; ++step) {
     if (step > 0) {
-      for (int b = 0; b < forward.B; ++b) tokens[b] = chain.drafted[int64_t(b) * chain.width + step - 1];
+      for (int b = 0; b < forward.B; ++b) tokens[b] = chain.drafted[int64_t(b) * (chain.width + 1) + step];
       forward.N = 1, forward.tokens = tokens.data();
     }
     if (!is_valid(model, forward)) return false;
@@ -927,6 +928,7 @@ bool run_chain(const Model& model, Forward forward, const Chain& chain) {
       const int kept = step == 0 ? chain.unseen[b] : chain.counts[b] > step;
       choose(logits.data() + (int64_t(b) * forward.N + std::max(kept, 1) - 1) * model.V, chain, b, step);
       chain.lengths[b] += kept;
+      chain.drafted[int64_t(b) * (chain.width + 1)] = chain.tips[b];
     }
   }
   return true;
