@@ -110,14 +110,18 @@ def write_drafter(method: str, folder: Path) -> str:
 
 def _random_head(method: str) -> tuple[HeadKind, Any]:
     """Return the kind of a method's head, and its shape for a model of `write_model`."""
-    sizes = {"vocab_size": SYMBOLS, "hidden_size": WIDTH}
+    sizes: dict[str, Any] = {"vocab_size": SYMBOLS, "hidden_size": WIDTH}
     if method == MEDUSA.name:
         return MEDUSA, MedusaConfig(**sizes, num_heads=DRAFTED)
     sizes |= {"num_heads": 2, "num_kv_heads": 2, "head_dim": WIDTH // 2, "intermediate_size": 24}
     if method == EAGLE.name:
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         return EAGLE, EagleConfig(**sizes, taps=(1,), rope=rope, max_positions=CONTEXT)
-    block = {"target_layers": LAYERS, "block_size": DRAFTED + 1, "mask_token_id": SYMBOLS - 1}
+    block: dict[str, Any] = {
+        "target_layers": LAYERS,
+        "block_size": DRAFTED + 1,
+        "mask_token_id": SYMBOLS - 1,
+    }
     return DFLASH, BlockConfig(**sizes, **block, taps=(1,))
 
 

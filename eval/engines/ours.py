@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Chooser, Drafter, Policies, Proposal, Tokens
@@ -98,7 +99,7 @@ def _chain_of(drafter: Drafter | None, likeliest: bool) -> Callable[..., Drafter
     likeliest: whether it drafts the likeliest tokens at any temperature. Trees, and lengths chosen
     by costs or by a confidence, are features of our loop alone.
     """
-    options = {"shape": "chain", "children": "top_k" if likeliest else "sampled"}
+    options: dict[str, Any] = {"shape": "chain", "children": "top_k" if likeliest else "sampled"}
     if isinstance(drafter, MedusaDrafter):
         return partial(MedusaDrafter, heads=drafter.heads, **options)
     if isinstance(drafter, EagleDrafter):

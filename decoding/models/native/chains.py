@@ -54,8 +54,9 @@ def draft_chain(
         step.check(step.library.draft_chain(step.model, forward, chain), K)
         chain.first = chain.last
         if confidences_B is not None and choice.shorten is not None:
-            counts_B = choice.shorten(chain.last, confidences_B, counts_B)
-            counts[:] = counts_B
+            counts_B = choice.shorten(chain.last, list(confidences_B), counts_B)
+            for row, count in enumerate(counts_B):
+                counts[row] = count
     if chain.last < N:
         tokens_BN = tokens_BN[:, : 1 + chain.last]
         q_BNV = None if q_BNV is None else q_BNV[:, : chain.last]
