@@ -56,7 +56,7 @@ def grouped_attention(
     """
     B, N, Q, D = q_BNQD.shape
     H = keys_BHTD.shape[1]
-    q_BHMD = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+    q_BHMD = q_BNQD.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).flatten(2, 3)
     out_BHMD = attend(q_BHMD, keys_BHTD, values_BHTD, mask)
     return out_BHMD.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q, D)
 
