@@ -30,11 +30,15 @@ def block(**fields: Any) -> BlockDrafter:
 
 
 def eagle(*taps: int) -> EagleDrafter:
-    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 12}
+    sizes: dict[str, Any] = {
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 12,
+    }
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    return EagleDrafter(
-        head=EagleHead(EagleConfig(13, 8, **sizes, taps=taps, rope=rope, max_positions=64))
-    )
+    config = EagleConfig(13, 8, **sizes, taps=taps, rope=rope, max_positions=64)
+    return EagleDrafter(head=EagleHead(config))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,13 @@ def eagle(*taps: int) -> EagleDrafter:
     ],
     ids=["eagle3", "dflash", "jetspec", "dflash with a draft vocabulary"],
 )
-def test_heads_that_vllm_runs_have_a_method_and_a_length(drafter: Drafter, expected: ServedHead):
+def test_heads_that_vllm_runs_have_a_method_and_a_length(
+    drafter: Drafter, expected: ServedHead
+) -> None:
     assert served_head(drafter, Path("head"), 4) == expected
 
 
-def test_other_drafters_have_none(tiny_target: Path):
+def test_other_drafters_have_none(tiny_target: Path) -> None:
     assert served_head(ChainDrafter(tiny_target), tiny_target, 4) is None
 
 
@@ -74,32 +80,41 @@ def test_other_drafters_have_none(tiny_target: Path):
     ],
     ids=["dspark", "domino", "anchor first", "confidence", "last layer", "order of layers"],
 )
-def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(drafter: Drafter, words: str):
+def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
+    drafter: Drafter, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         served_head(drafter, Path("mine"), 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_vllm_gets_the_output_rows_of_a_block_drafters_vocabulary(tied: bool, tmp_path: Path):
-    widths = {"intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2}
-    target = LlamaForCausalLM(
-        LlamaConfig(vocab_size=13, hidden_size=8, tie_word_embeddings=tied, **widths)
+def test_vllm_gets_the_output_rows_of_a_block_drafters_vocabulary(
+    tied: bool, tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        vocab_size=13,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
     )
+    target = LlamaForCausalLM(config)
     target.save_pretrained(tmp_path / "target")
     head, ids_N = random_block(SIZES, draft_vocab_size=4), torch.tensor([1, 3, 4, 9])
     head.token_ids_V = ids_N
     folder = tmp_path / "head"
     save_head(LAYOUT, head.config, head, folder)
     method = Method("dflash", str(folder), 6)
-    config = EngineConfig(str(tmp_path / "target"), "float32", "cpu", 1, 64, 1, method=method)
-    given = Path(for_vllm(config, tmp_path / "cache").method.drafter)
+    asked = EngineConfig(str(tmp_path / "target"), "float32", "cpu", 1, 64, 1, method=method)
+    given = Path(for_vllm(asked, tmp_path / "cache").method.drafter)
     assert (given / "config.json").read_text() == (folder / "config.json").read_text()
     before, after = (load_file(each / "model.safetensors") for each in (folder, given))
     assert torch.equal(after.pop("lm_head.weight"), target.lm_head.weight[ids_N])
     assert after.keys() == before.keys()
     assert torch.equal(after["d2t"] + torch.arange(4), ids_N)  # as vLLM computes the ids
     written = (given / "model.safetensors").stat().st_mtime_ns
-    assert for_vllm(config, tmp_path / "cache").method.drafter == str(given)
+    assert for_vllm(asked, tmp_path / "cache").method.drafter == str(given)
     assert (given / "model.safetensors").stat().st_mtime_ns == written
-    plain = replace(config, method=Method("eagle3", str(folder), 6))
+    plain = replace(asked, method=Method("eagle3", str(folder), 6))
     assert for_vllm(plain, tmp_path / "cache") == plain
