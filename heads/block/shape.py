@@ -52,4 +52,5 @@ class BlockConfig:
     @property
     def is_dflash(self) -> bool:
         """Whether a server that knows DFlash alone reads the head, causal or not."""
-        return self.layout == FILL_IN and self.correction == NONE and not self.confidence
+        plain = self.correction == NONE and not self.conv_taps and not self.confidence
+        return self.layout == FILL_IN and plain

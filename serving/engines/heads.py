@@ -14,8 +14,9 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
-from heads.block.shape import FILL_IN, GRU, MARKOV, BlockConfig
+from heads.block.shape import FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.parallel import ParallelEagleDrafter
 from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
 from heads.medusa.drafter import MedusaDrafter
 
@@ -25,6 +26,7 @@ _REFUSED = {
     MARKOV: "its DSpark needs a GPU (`Model Runner V1 does not support: dspark speculative "
     "decoding`, `Model Runner V2 requires Triton.`)",
     GRU: "it has no Domino (`Model architectures ['DominoDraftModel'] are not supported for now.`)",
+    SELECTOR: "its DFlash has no candidate selector",
 }
 
 
@@ -46,6 +48,8 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
         if read_json(folder / "config.json").get("model_type") != MEDUSA:
             raise _refusal(folder, "it does not read Medusa's original layout")
         return ServedHead(MEDUSA, drafter.config.num_heads)
+    if isinstance(drafter, ParallelEagleDrafter):
+        raise _refusal(folder, "how it drafts a P-EAGLE head in one pass has not been tried")
     if isinstance(drafter, EagleDrafter):
         _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
         return ServedHead(EAGLE3)
@@ -68,7 +72,8 @@ def _check_block(folder: Path, config: BlockConfig) -> None:
             f"its DFlash reads every block as {FILL_IN}, and the head's are {config.layout}; train "
             f"one with head.layout={FILL_IN}",
         )
-    raise _refusal(folder, "its DFlash has no confidence; train a head without one")
+    missing = "confidence" if config.confidence else "convolution"
+    raise _refusal(folder, f"its DFlash has no {missing}; train a head without one")
 
 
 def _check_taps(folder: Path, taps: Sequence[int], num_layers: int) -> None:

@@ -16,6 +16,7 @@ from heads.block.checkpoint import LAYOUT
 from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead
+from heads.eagle.parallel import ParallelEagleDrafter
 from serving.engines.conversion import for_vllm
 from serving.engines.heads import ServedHead, served_head
 from serving.engines.interface import EngineConfig, Method
@@ -29,7 +30,7 @@ def block(**fields: Any) -> BlockDrafter:
     return BlockDrafter(head=random_block(SIZES, **fields))
 
 
-def eagle(*taps: int) -> EagleDrafter:
+def eagle_head(*taps: int, **fields: Any) -> EagleHead:
     sizes: dict[str, Any] = {
         "num_heads": 2,
         "num_kv_heads": 2,
@@ -37,8 +38,16 @@ def eagle(*taps: int) -> EagleDrafter:
         "intermediate_size": 12,
     }
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    config = EagleConfig(13, 8, **sizes, taps=taps, rope=rope, max_positions=64)
-    return EagleDrafter(head=EagleHead(config))
+    config = EagleConfig(13, 8, **sizes, taps=taps, rope=rope, max_positions=64, **fields)
+    return EagleHead(config)
+
+
+def eagle(*taps: int) -> EagleDrafter:
+    return EagleDrafter(head=eagle_head(*taps))
+
+
+def p_eagle() -> ParallelEagleDrafter:
+    return ParallelEagleDrafter(head=eagle_head(1, 3, parallel=3, mask_token_id=12))
 
 
 @pytest.mark.parametrize(
@@ -73,12 +82,21 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
             block(layout="anchor_first", correction="gru", rank=3, gru_size=4),
             r"it has no Domino \(`Model architectures \['DominoDraftModel'\] are not supported",
         ),
+        (
+            block(correction="selector", rank=3, candidates=3),
+            "its DFlash has no candidate selector",
+        ),
+        (block(conv_taps=3, conv_group=4), "its DFlash has no convolution"),
         (block(layout="anchor_first"), "reads every block as fill_in, and .* are anchor_first"),
         (block(confidence=True), "its DFlash has no confidence"),
+        (p_eagle(), "how it drafts a P-EAGLE head in one pass has not been tried"),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
     ],
-    ids=["dspark", "domino", "anchor first", "confidence", "last layer", "order of layers"],
+    ids=[
+        *("dspark", "domino", "selector", "convolution", "anchor first", "confidence", "p_eagle"),
+        *("last layer", "order of layers"),
+    ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
     drafter: Drafter, words: str
