@@ -68,7 +68,7 @@ def test_a_call_verifies_as_the_rule_does(
         plain = logits_BNV[:, :1]
         outcome, _ = verify_chains(plain, None, chooser)
         assert outcome == RULES[chooser.rule](plain, None, chooser)
-    assert accepted > 10 and rejected > 10  # the control: rounds of both kinds occur
+    assert accepted > 5 and rejected > 5  # the control: rounds of both kinds occur
 
 
 def test_rules_that_it_does_not_know_are_left_to_python() -> None:

@@ -25,7 +25,8 @@ from serving.engines.interface import Sampling
 from serving.engines.process import WORKERS
 from serving.engines.registry import ENGINES
 from tests.decoding.law_3 import law_holds
-from tests.decoding.rows import draft_table, random_eagle
+from tests.decoding.row_kinds.eagle import random_eagle
+from tests.decoding.rows import draft_table
 from tests.support.block_heads import LAW_3_SIZES, random_block
 
 WARM = Sampling(1, temperature=0.7, top_k=3)

@@ -87,7 +87,9 @@ def _ends(kind: HeadKind, shape: Any, dtype: torch.dtype) -> Any:
 def _whole(target: Any, dtype: torch.dtype) -> Any:
     """Return the model of a Hugging Face configuration, on the meta device."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(target, dtype=dtype).requires_grad_(False)
+        return AutoModelForCausalLM.from_config(
+            target, dtype=dtype, trust_remote_code=False
+        ).requires_grad_(False)
 
 
 @contextmanager
