@@ -56,7 +56,7 @@ def trained(row: HeadRow) -> tuple[Any, Any, Layers, list[Sample]]:
     if head.token_ids_V is not None:
         head.token_ids_V = choose_tokens(samples, law_6.VOCABULARY, len(head.token_ids_V), False)
     for _ in range(3):
-        depths = row.kind.longest_draft(shape) or law_6.GAMMA
+        depths = min(row.kind.longest_draft(shape) or law_6.GAMMA, law_6.GAMMA)
         law_6.learn(row, head, law_6.states_of(row, model), samples, depths)
     return model, head, row.kind.taps(shape), samples
 
