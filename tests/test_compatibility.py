@@ -483,9 +483,11 @@ def renamed(names: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the inventory's names and entries in their current forms."""
     found: dict[str, list[str]] = {}
     for name, entries in names.items():
-        found.setdefault(RENAMED.get(name, name), []).extend(
+        name_now = RENAMED.get(name, name)
+        schedules = "pearl_" if name_now != OVER_HEADS[2] else ("pearl", "plus", "without")
+        found.setdefault(name_now, []).extend(
             f"{entry}-chain"
-            if name in OVER_HEADS and entry.startswith(("pearl", "plus", "without"))
+            if name_now in OVER_HEADS and entry.startswith(schedules)
             else RENAMED.get(f"{name}[{entry}]", RENAMED.get(entry, entry))
             for entry in entries
         )
