@@ -94,6 +94,7 @@ DRAFTERS = {
             "domino": "heads.block.kind.DOMINO",
             "dflash2": "heads.block.kind.DFLASH2",
             "jetspec": "heads.block.kind.JETSPEC",
+            "specdiff": "heads.block.kind.SPECDIFF",
         },
         options={"by_cost": True, "dtype": AUTO},
     ),

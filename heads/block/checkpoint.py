@@ -11,6 +11,9 @@ an error, so a folder without it is read only if the layout is given. DeepSpec's
 of `dflash_config` at the top level, and copies of the target's embedding and lm_head, which are not
 read. DFlash2 adds the convolutions `layers.{i}.attention_conv` and `mlp_conv`, and the tensors of
 `candidate_selector`.
+
+Our own are the key `denoising_steps`, and layer -1 for the embedding (tap 0), which is read only in
+a folder with `taps`.
 """
 
 import re
@@ -29,9 +32,19 @@ from heads.block.read_config import (
     PROJECTORS,
     RANKS,
     SHIFT_KEY,
+    STEPS,
     read_head_config,
 )
-from heads.block.shape import ANCHOR_FIRST, CAUSAL, GRU, MARKOV, NONE, SELECTOR, BlockConfig
+from heads.block.shape import (
+    ANCHOR_FIRST,
+    CAUSAL,
+    EMBEDDING,
+    GRU,
+    MARKOV,
+    NONE,
+    SELECTOR,
+    BlockConfig,
+)
 from training.heads import checkpoint
 
 _NAMES = {
@@ -63,6 +76,8 @@ class BlockLayout:
             options["markov_head_type"] = "vanilla"
         if shape.correction == SELECTOR:
             options["selector_top_k"] = shape.candidates
+        if shape.denoising_steps:
+            options[STEPS] = shape.denoising_steps
         if shape.conv_taps:
             options |= {CONV_TAPS: shape.conv_taps, "conv_group_size": shape.conv_group}
         if shape.correction == GRU:
@@ -103,6 +118,10 @@ class BlockLayout:
         found = []
         if shape.draft_vocab_size:
             found.append(f"a draft vocabulary of {shape.draft_vocab_size} tokens without lm_head")
+        if shape.denoising_steps > 1:
+            found.append(f"blocks that are filled in {shape.denoising_steps} passes")
+        if EMBEDDING in shape.taps:
+            found.append("the target's embedding (target_layer_ids -1) among the layers")
         if shape.confidence and shape.correction in (GRU, SELECTOR):
             found.append(f"a confidence head that reads the features of a {shape.correction}")
         if bool(shape.conv_taps) != (shape.correction == SELECTOR):

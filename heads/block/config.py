@@ -30,11 +30,15 @@ class BlockOptions(HeadOptions):
     conv_group: int = 16
     # also predict each token's chance of acceptance, which may end drafts
     confidence: bool = False
+    # passes that fill a block in drafting, after training with random masks; 0: one pass, and
+    # training with masks alone. A drafter may choose another number
+    denoising_steps: int = 0
     # decoder layers
     num_layers: int = 2
     # number of the target's layers that are read, spread evenly over its depth
     num_taps: int = 5
-    # these layers instead, numbered as in Hugging Face's hidden_states (1: after the first layer)
+    # these layers instead, numbered as in Hugging Face's hidden_states (0: the embedding, so that a
+    # head with [0] reads the text's tokens alone; 1: after the first layer)
     taps: list[int] = field(default_factory=list)
     # id of the token whose embedding fills a block, which no text has; null: an unused or reserved
     # one

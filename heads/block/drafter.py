@@ -1,10 +1,11 @@
-"""Block drafters: one pass drafts a chain, or a tree of the likeliest tokens at each depth.
+"""Block drafters: a pass drafts a chain, or a tree of the likeliest tokens at each depth.
 
 The head stores its keys and values of the text and adds those of the accepted tokens after each
 round, so nothing is computed twice. Without a correction the depths of a block are independent
 given the text, and a correction makes each depth's distribution depend on the tokens drafted before
 it. In both cases tokens are sampled from left to right from the distributions that are tested by
-p / q, so the output is the target's. Tokens are never drafted out of order, which would bias it.
+p / q, so the output is the target's. Tokens are never sampled out of order, which would bias it;
+masked diffusion fills slots in any order, but with tokens that depend on the text alone.
 
 Shapes: B rows, K drafted tokens, N nodes, H hidden size, V the target's vocabulary, X channels of
 all taps.
@@ -34,6 +35,7 @@ from decoding.models.load import DTYPES
 from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
+from heads.block.denoising import choose_steps, denoise, find_surest
 from heads.block.model import BlockHead
 from heads.block.plans import ChainPlans
 from heads.block.tree import TreePlanner
@@ -58,7 +60,9 @@ class BlockDrafter:
     always the likeliest. max_nodes: maximum size of a tree. stop_below: a chain of a head with a
     confidence ends before the first token whose chance, with all before it, is smaller. by_cost:
     choose by the measured costs of a round whether to draft, each tree's size, and the length of
-    each chain, which the head's confidence may shorten. layout: that of a folder that does not name
+    each chain, which the head's confidence may shorten. denoising_steps: passes of a draft
+    (heads/block/denoising.py), for heads that are trained with random masks; None: the head's own
+    number. layout: that of a folder that does not name
     its own (heads/block/checkpoint.py). execution: `fused` runs the products of a loaded head like
     those of a fused target. Raises UserError for an invalid folder or argument.
     """
@@ -73,6 +77,7 @@ class BlockDrafter:
         max_nodes: int = 32,
         stop_below: float = 0.0,
         by_cost: bool = False,
+        denoising_steps: int | None = None,
         layout: str | None = None,
         dtype: str = "float32",
         device: str = "cpu",
@@ -90,6 +95,7 @@ class BlockDrafter:
         self.children = check_kind(children, name)
         check_draft(name, shape, max_nodes)
         _check_head(name, head, shape, stop_below)
+        self._steps = choose_steps(name, self.config, denoising_steps)
         self._stop_below = stop_below
         self._costs: RoundCosts | None = None
         self._trees = TreePlanner(max_nodes) if shape == "tree" else None
@@ -106,7 +112,6 @@ class BlockDrafter:
         self._target: Target | None = None
         self._context: StoredContext | None = None
         self._plans: ChainPlans | None = None  # of chains, with costs
-        self._mask_H = torch.empty(0)
         self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
 
     def width(self, gamma: int) -> int:
@@ -128,8 +133,6 @@ class BlockDrafter:
             )
         self._costs = costs if self.capabilities.needs_costs else None
         if target is not self._target:
-            mask = devices.tensor(self.config.mask_token_id, target.device)
-            self._mask_H = self._convert(target.embed(mask))
             ids_V = self.head.token_ids_V
             if ids_V is not None:  # the lm_head's columns, as logits of unit vectors
                 eye_HH = torch.eye(target.hidden_size, dtype=DTYPES[target.dtype])
@@ -181,7 +184,7 @@ class BlockDrafter:
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips_B = devices.tensor([sequence[-1] for sequence in sequences_B], self.device)
-        hidden_BKH = self._states(tips_B)[:, :depth]
+        hidden_BKH = self._denoise(tips_B)[:, :depth]
         if self._trees is not None:
             logits_BKV = self._spread(self._logits(hidden_BKH))
             return self._trees.proposal(logits_BKV, depths_B, chooser, self._costs)
@@ -207,8 +210,12 @@ class BlockDrafter:
 
     def _likeliest(self, logits_BV: Tensor, depth: int) -> Tensor:
         """Return the ids (B,) of the largest logits."""
-        best_B = devices.argmax(logits_BV)
-        return best_B if self.head.token_ids_V is None else self.head.token_ids_V[best_B]
+        return self._ids(devices.argmax(logits_BV))
+
+    def _ids(self, drafted: Tensor) -> Tensor:
+        """Return the ids of drafted tokens, given as indices of logits."""
+        ids_V = self.head.token_ids_V
+        return drafted if ids_V is None else ids_V[drafted]
 
     def _chain(
         self, tips_B: Tensor, hidden_BKH: Tensor, choose: Choose
@@ -244,12 +251,21 @@ class BlockDrafter:
         assert self._target is not None, "prepare() comes before propose()"
         return self._convert(self._target.embed(ids))
 
-    def _states(self, tips_B: Tensor) -> Tensor:
+    def _denoise(self, tips_B: Tensor) -> Tensor:
         """Return the inputs of the output layer for all depths of a block, (B, K, H)."""
+
+        def fill(hidden_BKH: Tensor) -> tuple[Tensor, Tensor]:
+            best_BK, chances_BK = find_surest(self._logits(hidden_BKH))
+            return self._ids(best_BK), chances_BK
+
+        return denoise(self._steps, lambda filled_BK: self._states(tips_B, filled_BK), fill)
+
+    def _states(self, tips_B: Tensor, filled_BK: Tensor | None) -> Tensor:
+        """Return the states (B, K, H) of one pass. filled_BK: see `BlockHead.block_ids`."""
         context, S = self._stored, self.config.block_size
         lengths_B1 = devices.tensor(context.lengths_B, self.device)[:, None]
         slots_BS = lengths_B1 + torch.arange(S, device=self.device)
-        blocks_B1SH = self.head.inputs(self._embed(tips_B)[:, None], self._mask_H)
+        blocks_B1SH = self._embed(self.head.block_ids(tips_B, filled_BK))[:, None]
         rope = rope_at(context.tables, slots_BS)
         found_B1KH = self.head(blocks_B1SH, rope, context.join, context.visible())
         assert isinstance(found_B1KH, Tensor)
@@ -286,9 +302,9 @@ class BlockDrafter:
             self._plans.select(rows)
 
     def time_step(self, frontier: int = 1) -> None:
-        """Run the pass of one block, with its correction, and choose the likeliest tokens."""
+        """Run the passes of one block, with its correction, and choose the likeliest tokens."""
         tips_B = torch.zeros(len(self._stored.lengths_B), dtype=torch.long, device=self.device)
-        self._chain(tips_B, self._states(tips_B), self._likeliest)
+        self._chain(tips_B, self._denoise(tips_B), self._likeliest)
 
 
 def _check_head(name: str, head: BlockHead, shape: str, stop_below: float) -> None:

@@ -19,7 +19,17 @@ from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from heads.block.read_config import read_head_config
-from heads.block.shape import CORRECTIONS, FILL_IN, GRU, LAYOUTS, MASKS, NONE, SELECTOR, BlockConfig
+from heads.block.shape import (
+    CORRECTIONS,
+    EMBEDDING,
+    FILL_IN,
+    GRU,
+    LAYOUTS,
+    MASKS,
+    NONE,
+    SELECTOR,
+    BlockConfig,
+)
 from jobs.paths import name_anywhere
 from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
@@ -27,6 +37,7 @@ from training.heads.build import mask_token_of
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
+from training.heads.loss_config import DECAY
 
 MOST_LAYERS, MOST_RANK = 16, 4096
 
@@ -67,6 +78,7 @@ class BlockKind(BlockPredictions, HeadKind):
             rank=0 if options.correction == NONE else options.rank,
             gru_size=options.gru_size if options.correction == GRU else 0,
             candidates=options.candidates if options.correction == SELECTOR else 0,
+            denoising_steps=options.denoising_steps,
             conv_taps=options.conv_taps,
             conv_group=options.conv_group if options.conv_taps else 0,
             confidence=options.confidence,
@@ -90,7 +102,7 @@ class BlockKind(BlockPredictions, HeadKind):
     def rules(self, config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
         options, last = config.head, shape.target_layers - 1
         drafts, kind = config.loss.predict_n_tokens, config.parallel.kind
-        taps_fit = all(1 <= tap <= last for tap in shape.taps)
+        taps_fit = all(EMBEDDING <= tap <= last for tap in shape.taps)
         fitting = [each for each in CORRECTIONS if self.reads_tokens == (each != NONE)]
         return {
             "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
@@ -114,11 +126,12 @@ class BlockKind(BlockPredictions, HeadKind):
                 and not (options.conv_taps and shape.hidden_size % options.conv_group),
                 f"a divisor of {shape.hidden_size}, the target's hidden size",
             ),
+            **_denoising_rules(config, shape),
             "head.num_layers": (1 <= options.num_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS}"),
             "head.num_taps": (options.num_taps >= 1, "1 or more"),
             "head.taps": (
                 taps_fit and len(set(shape.taps)) == len(shape.taps),
-                f"different layers of the target from 1 to {last}",
+                f"different layers of the target from {EMBEDDING} to {last}",
             ),
             "head.draft_vocab_size": (
                 0 <= options.draft_vocab_size <= shape.vocab_size,
@@ -151,10 +164,14 @@ class BlockKind(BlockPredictions, HeadKind):
         corrected = "" if shape.correction == NONE else f", {shape.correction} correction"
         if shape.conv_taps:
             corrected += f", convolution of {shape.conv_taps} slots"
+        if shape.denoising_steps:
+            corrected += f", {shape.denoising_steps} denoising steps"
+        reads = f"target layers {', '.join(map(str, shape.taps))}"
+        if shape.taps == (EMBEDDING,):
+            reads = "embedded tokens in place of target layers"
         return (
             f"blocks of {shape.block_size} slots ({shape.layout}, {shape.in_block_mask}), "
-            f"{shape.num_layers} layers, target layers {', '.join(map(str, shape.taps))}, mask "
-            f"token {shape.mask_token_id}{corrected}"
+            f"{shape.num_layers} layers, {reads}, mask token {shape.mask_token_id}{corrected}"
         )
 
     def drafter(
@@ -177,8 +194,9 @@ class BlockKind(BlockPredictions, HeadKind):
         shape = BlockConfig(**{**card["shape"], "taps": tuple(card["shape"]["taps"])})
         drafter = "{use: block, folder: ., shape: tree}" if self.tree else "."
         launch = [f'python -m eval.run target.path={target} "drafters=[{drafter}]"']
+        passes = "One pass drafts" if shape.denoising_steps < 2 else "A few passes draft"
         remarks = (
-            "One pass drafts a whole block. `shape=tree` drafts a tree of the likeliest "
+            f"{passes} a whole block. `shape=tree` drafts a tree of the likeliest "
             "tokens from it, for heads without a correction."
         )
         if shape.is_dflash and not shape.draft_vocab_size:
@@ -189,12 +207,34 @@ class BlockKind(BlockPredictions, HeadKind):
             tag=self.name,
             title=self.title,
             form=self.describe(shape),
-            reads=f"hidden states after {len(shape.taps)} of its layers, embedding and lm_head",
+            reads="embedding and lm_head"
+            if shape.taps == (EMBEDDING,)
+            else f"hidden states after {len(shape.taps)} of its layers, embedding and lm_head",
             layout="the published layout of DFlash (config.json with dflash_config, and "
             "model.safetensors), with the layout of the block (sample_from_anchor)",
             launch=launch,
             remarks=remarks,
         )
+
+
+def _denoising_rules(config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules of training with random masks: see `HeadKind.rules`."""
+    steps, plain = config.head.denoising_steps, shape.layout == FILL_IN
+    plain = plain and shape.correction == NONE
+    rules = {
+        "head.denoising_steps": (
+            steps == 0 or (plain and 1 <= steps <= shape.num_drafts),
+            f"1 to {shape.num_drafts}, the number of drafted tokens, or 0 for masks alone"
+            if plain
+            else f"0 with head.layout={shape.layout} and head.correction={shape.correction}",
+        )
+    }
+    if steps:
+        rules["loss.depth_weights"] = (
+            config.loss.depth_weights == DECAY,
+            f"{DECAY} with head.denoising_steps, whose masks have weights of their own",
+        )
+    return rules
 
 
 def spread_taps(count: int, num_layers: int) -> Layers:
@@ -214,4 +254,5 @@ DFLASH = BlockKind("dflash", "A block drafter (DFlash, arXiv 2602.06036)")
 DSPARK = BlockKind("dspark", "A block drafter with a Markov head (DSpark, arXiv 2607.05147)", True)
 DOMINO = BlockKind("domino", "A block drafter with a GRU (Domino, arXiv 2605.29707)", True)
 DFLASH2 = BlockKind("dflash2", "A block drafter with a selector (DFlash2, z-lab 2026)", True)
+SPECDIFF = BlockKind("specdiff", "A masked diffusion drafter (SpecDiff, arXiv 2408.05636)")
 JETSPEC = BlockKind("jetspec", "A causal block drafter (JetSpec, arXiv 2606.18394)", tree=True)

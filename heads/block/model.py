@@ -30,6 +30,7 @@ from heads.block.corrections import Correction, make_correction
 from heads.block.shape import CAUSAL, BlockConfig
 from heads.drafts_in_rows import slot_mask
 from heads.layers import FeedForward, Rope, rope_tables
+from training.heads.masks import MASKED
 
 KeysValues = tuple[Tensor, Tensor]  # of one layer, (B, G, T, D) each
 JoinLayer = Callable[[KeysValues], KeysValues]  # puts those of a block after those of its context
@@ -137,13 +138,18 @@ class BlockHead(nn.Module):
         context_BTH = self.hidden_norm(self.fc(taps_BTX))
         return [layer.self_attn.keys_values(context_BTH, rope) for layer in self._layers]
 
-    def inputs(self, tips_BAH: Tensor, mask_H: Tensor) -> Tensor:
-        """Return the inputs (B, A, S, H) of blocks.
+    def block_ids(self, tips_M: Tensor, filled_MK: Tensor | None = None) -> Tensor:
+        """Return the tokens (M, S) of blocks, whose embeddings a block reads.
 
-        tips_BAH: embeddings of the tips. mask_H: embedding of the mask token.
+        tips_M: the tips. filled_MK: the tokens of the slots after the tip, MASKED in those with the
+        mask token, as which all further slots count; None: all slots have it.
         """
-        shape = (*tips_BAH.shape[:2], self.config.block_size - 1, len(mask_H))
-        return torch.cat((tips_BAH[:, :, None], mask_H.expand(shape)), 2)
+        shape = (len(tips_M), self.config.block_size - 1)
+        slots_MS = torch.full(shape, self.config.mask_token_id, device=tips_M.device)
+        if filled_MK is not None:
+            filled_MK = filled_MK.where(filled_MK != MASKED, self.config.mask_token_id)
+            slots_MS = torch.cat((filled_MK, slots_MS[:, filled_MK.shape[1] :]), 1)
+        return torch.cat((tips_M[:, None], slots_MS), 1)
 
     def forward(
         self,

@@ -13,9 +13,11 @@ channels of all taps, E features, V drafted vocabulary.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from heads.block.corrections import Selector, features_of_text
+from heads.block.denoising import denoise, find_surest
 from heads.block.model import BlockHead, after
 from heads.drafts_in_rows import group_by_row, visible_text
 from heads.layers import rope_at
@@ -30,6 +32,7 @@ from training.heads.predicting import (
     choose_likeliest,
     spread,
 )
+from training.losses.chunked import chunk_rows
 
 SLOTS_AT_ONCE = 256  # slots of a row that attend at once
 
@@ -58,7 +61,9 @@ class BlockPredictions(PredictingHead):
         tips_M = where.kept_P[where.drafts_M] + 1
         tokens_MK, depths = where.tokens_MK, len(where.counts_K)
         context_RTX = spread(batch, where.kept_P, states_PC)
-        hidden_MKH = predict(head, states, batch, context_RTX, tips_M, tokens_MK[:, 0])
+        hidden_MKH = predict(
+            head, states, batch, context_RTX, tips_M, tokens_MK[:, 0], where.filled_MK
+        )
         if head.correction is None:
             return hidden_MKH[where.draft_N, where.head_N]
         if where.continues_own:
@@ -71,6 +76,9 @@ class BlockPredictions(PredictingHead):
             tokens_MK = tokens_MK.index_copy(0, own_O, own_OK)
         features_MKE = features_of_text(head.correction, hidden_MKH, tokens_MK, states.embed)
         return torch.cat((hidden_MKH[:, :depths], features_MKE), 2)[where.draft_N, where.head_N]
+
+    def random_masks(self, head: BlockHead) -> bool:
+        return head.config.denoising_steps > 0
 
     def candidates(self, head: BlockHead) -> Candidates | None:
         correction = head.correction
@@ -91,7 +99,20 @@ class BlockPredictions(PredictingHead):
     ) -> Tensor:
         text = tips.context
         assert text is not None, "a head with reads_context drafts from a text"
-        hidden_MKH = predict(head, states, text.batch, text.spread(), text.tips_M, tips.tokens_M)
+        context_RTX, ids_V = text.spread(), head.token_ids_V
+
+        def run(filled_MK: Tensor | None) -> Tensor:
+            given = (text.batch, context_RTX, text.tips_M, tips.tokens_M, filled_MK)
+            return predict(head, states, *given)
+
+        def fill(hidden_MKH: Tensor) -> tuple[Tensor, Tensor]:
+            (weight_VH,) = self.outputs(head, states)
+            drafts = max(1, chunk_rows(len(weight_VH)) // hidden_MKH.shape[1])
+            found = [find_surest(F.linear(part, weight_VH)) for part in hidden_MKH.split(drafts)]
+            best_MK, chances_MK = (torch.cat(part) for part in zip(*found, strict=True))
+            return best_MK if ids_V is None else ids_V[best_MK], chances_MK
+
+        hidden_MKH = denoise(head.config.denoising_steps or 1, run, fill)
         return self._continue(head, states, hidden_MKH, tips.tokens_M, count, choose)
 
     def _continue(
@@ -131,28 +152,27 @@ def predict(
     context_RTX: Tensor,
     tips_M: Tensor,
     tokens_M: Tensor,
+    filled_MK: Tensor | None = None,
 ) -> Tensor:
     """Return the states (M, K, H) that predict the K tokens after each tip.
 
     context_RTX: the target's states. tips_M: the tips' places in the flattened batch. tokens_M:
-    the tips' ids.
+    the tips' ids. filled_MK: see `BlockHead.block_ids`.
     """
     R, T = batch.ids_RT.shape
     S, H = head.config.block_size, head.config.hidden_size
     drafts_RA, seats_M = group_by_row(tips_M // T, R)
     # one more draft, with which rows are padded
-    tips_M, tokens_M = (torch.cat((each_M, each_M.new_zeros(1))) for each_M in (tips_M, tokens_M))
+    blocks_MS = F.pad(head.block_ids(tokens_M, filled_MK), (0, 0, 0, 1))
+    tips_M = F.pad(tips_M, (0, 1))
     tables = head.rope_tables(T + S)
     join = after(head.context(context_RTX, rope_at(tables, batch.positions_RT)))
-    embedded_MH = states.embed(tokens_M)
-    mask_H = states.embed(torch.full((), head.config.mask_token_id, device=tokens_M.device))
     slots_S = torch.arange(S, device=tips_M.device)
     found = []
     for drafts_Ra in drafts_RA.split(max(1, SLOTS_AT_ONCE // S), dim=1):
         tips_Ra = tips_M[drafts_Ra]
         visible_RaT = visible_text(batch, tips_Ra)
         slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
-        blocks_RaSH = head.inputs(embedded_MH[drafts_Ra], mask_H)
         rope = rope_at(tables, slots_RaS.flatten(1))
-        found.append(head(blocks_RaSH, rope, join, visible_RaT))
+        found.append(head(states.embed(blocks_MS[drafts_Ra]), rope, join, visible_RaT))
     return torch.cat(found, 1).view(-1, head.config.num_drafts, H)[seats_M]

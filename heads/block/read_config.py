@@ -12,6 +12,7 @@ from heads.block.shape import (
     ANCHOR_FIRST,
     BIDIRECTIONAL,
     CAUSAL,
+    EMBEDDING,
     FILL_IN,
     GRU,
     LAYOUTS,
@@ -28,6 +29,7 @@ SHIFT_KEY = "shift_label"  # the same in Domino's files
 PROJECTORS = {NONE: "dflash", MARKOV: "dspark", GRU: "domino", SELECTOR: "dflash2"}
 RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
 CONV_TAPS = "conv_kernel_size"
+STEPS = "denoising_steps"  # this project's own
 # values of keys that change a head's layers, of which others are not read
 ONLY = (
     ("use_swa", False),
@@ -67,6 +69,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         gru_size=reader.size("gru_hidden_dim") if correction == GRU else 0,
         candidates=reader.size("selector_top_k") if correction == SELECTOR else 0,
         **reader.convolution(),
+        denoising_steps=reader.denoising_steps(correction),
         confidence=reader.confidence(correction),
         norm_eps=reader.number("rms_norm_eps"),
         rope_theta=reader.number("rope_theta"),
@@ -140,12 +143,13 @@ class _Reader:
 
     def taps(self) -> tuple[int, ...]:
         """Return the target's layers in our numbers."""
-        ids = self.options["target_layer_ids"]
-        valid = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
-        if not valid or len(set(ids)) < len(ids):
-            raise self._error("target_layer_ids", ids, "different layers from 0")
+        ids, ours = self.options["target_layer_ids"], self.options.get("taps")
+        # published folders have no number for the embedding
+        first = 0 if ours is None else EMBEDDING - 1
+        valid = isinstance(ids, list) and bool(ids)
+        if not valid or any(type(i) is not int or i < first for i in ids) or len({*ids}) < len(ids):
+            raise self._error("target_layer_ids", ids, f"different layers from {first}")
         taps = tuple(layer + 1 for layer in ids)
-        ours = self.options.get("taps")
         if ours is not None and ours != list(taps):
             raise UserError(
                 f"{self.file}: target_layer_ids {quote(ids)} are the taps {list(taps)}, but taps "
@@ -172,6 +176,17 @@ class _Reader:
         if channels % group:
             raise self._error("conv_group_size", group, f"a divisor of hidden_size {channels}")
         return {"conv_taps": self.size(CONV_TAPS), "conv_group": group}
+
+    def denoising_steps(self, correction: str) -> int:
+        """Return the passes of a draft, which fill in a block without a correction."""
+        if self.found(STEPS) is None:
+            return 0
+        steps, most = self.size(STEPS), self.size("block_size", 2) - 1
+        fills_in = self.values.get(LAYOUT_KEY) is False and correction == NONE
+        if not fills_in or steps > most:
+            plain = f"{LAYOUT_KEY} false and projector_type {PROJECTORS[NONE]}"
+            raise self._error(STEPS, steps, f"at most {most} in a head with {plain}")
+        return steps
 
     def layout(self, given: str | None) -> str:
         """Return the layout in the file, or the given one if the file has none."""

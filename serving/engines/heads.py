@@ -14,7 +14,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
-from heads.block.shape import FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
+from heads.block.shape import EMBEDDING, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
@@ -72,6 +72,10 @@ def _check_block(folder: Path, config: BlockConfig) -> None:
             f"its DFlash reads every block as {FILL_IN}, and the head's are {config.layout}; train "
             f"one with head.layout={FILL_IN}",
         )
+    if config.denoising_steps > 1:
+        raise _refusal(folder, "it drafts in one pass, and the head fills its blocks in several")
+    if EMBEDDING in config.taps:
+        raise _refusal(folder, "how it numbers the embedding, which the head reads, is not known")
     missing = "confidence" if config.confidence else "convolution"
     raise _refusal(folder, f"its DFlash has no {missing}; train a head without one")
 

@@ -67,6 +67,12 @@ def head_of(row: HeadRow, model: Any) -> Any:
     return head
 
 
+def other_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
+    """Return layers one below a head's, or one above for a head that reads the embedding."""
+    layers = taps or (LAYERS,)
+    return tuple(layer + (1 if 0 in layers else -1) for layer in layers)
+
+
 def states_of(row: HeadRow, model: Any) -> TargetStates:
     """Return the target's hidden states that the head's training reads."""
     return TargetStates(model, taps=row.kind.taps(row.shape(model.config)), final=False)

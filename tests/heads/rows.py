@@ -10,7 +10,7 @@ from typing import Any
 
 from decoding.interfaces import Drafter
 from heads.block.drafter import BlockDrafter
-from heads.block.kind import DFLASH, DFLASH2, DOMINO, DSPARK, JETSPEC
+from heads.block.kind import DFLASH, DFLASH2, DOMINO, DSPARK, JETSPEC, SPECDIFF
 from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
@@ -116,12 +116,11 @@ def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
     """Return the row of a block drafter of four tokens, with grouped queries."""
 
     def shape(target: Any) -> BlockConfig:
-        sizes = {"layout": "fill_in", "num_layers": 2} | fields
+        sizes = {"layout": "fill_in", "num_layers": 2, "taps": (1, 3)} | fields
         return BlockConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             target_layers=target.num_hidden_layers,
-            taps=(1, 3),
             block_size=5 if sizes["layout"] == "fill_in" else 4,
             mask_token_id=target.vocab_size - 1,
             num_heads=4,
@@ -200,6 +199,7 @@ HEAD_ROWS = [
     block(
         "dspark with a draft vocabulary", DSPARK, correction="markov", rank=6, draft_vocab_size=20
     ),
+    block("specdiff", SPECDIFF, taps=(0,), denoising_steps=1),
     early_exit("early exit", 2),
     early_exit("early exit with a draft vocabulary", 1, draft_vocab_size=20),
     sdsat("sdsat"),

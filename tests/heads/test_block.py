@@ -40,7 +40,7 @@ from training.heads.positions import positions
 
 LATER = [
     pytest.param(name, marks=pytest.mark.long)
-    for name in ("dflash", "domino", "dflash2", "jetspec")
+    for name in ("dflash", "domino", "dflash2", "jetspec", "specdiff")
 ]
 SIZES = {"vocab_size": 61, "hidden_size": 16, "target_layers": 4}
 
@@ -387,7 +387,7 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     ("given", "words"),
     [
         (["head.taps=[9]"], "reads layer 9 of the target, expected a layer from 0"),
-        (["head.taps=[4]"], "head.taps is .*4.*, expected different layers of the target from 1"),
+        (["head.taps=[4]"], "head.taps is .*4.*, expected different layers of the target from 0"),
         (
             ["head.mask_token_id=999999"],
             "head.mask_token_id is 999999, expected an id from 0 to 20",

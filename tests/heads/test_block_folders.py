@@ -27,6 +27,7 @@ FORMS: list[dict[str, Any]] = [
     {"num_layers": 1, "confidence": True},
     {"in_block_mask": "causal", "num_layers": 1},
     {"draft_vocab_size": 4},
+    {"denoising_steps": 3},
 ]
 
 
@@ -112,7 +113,7 @@ def test_a_folder_of_domino_has_the_published_names(tmp_path: Path):
         ({"sample_from_anchor": None}, {}, "has no sample_from_anchor, so it is unknown"),
         ({}, {"causal": 1}, "causal is 1, expected true or false"),
         ({}, {"mask_token_id": 11}, "mask_token_id is 11, expected an id from 0 to 10"),
-        ({}, {"target_layer_ids": [-1]}, "target_layer_ids is .*, expected different layers"),
+        ({}, {"target_layer_ids": [-2]}, "target_layer_ids is .*, expected different layers"),
         ({}, {"target_layer_ids": [0, 4]}, r"are the taps \[1, 5\], but taps is"),
         ({}, {"projector_type": "other"}, "projector_type is 'other', expected one of dflash"),
         ({}, {"projector_type": "dspark", "markov_rank": 2}, "markov_w1.weight is missing"),

@@ -66,8 +66,8 @@ def test_layers_one_off_are_named_and_the_right_ones_accepted(row: HeadRow) -> N
     model, head, taps, samples = trained(row)
     right = probe(row.kind, head, taps, model, samples, CPU)
     check_reading(right, "HEAD")
-    wrong = tuple(layer - 1 for layer in taps or (law_6.LAYERS,))
-    with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one layer later"):
+    wrong, order = law_6.other_taps(taps), "earlier" if 0 in taps else "later"
+    with pytest.raises(UserError, match=f"HEAD is read in the wrong layout.*one layer {order}"):
         check_reading(probe(row.kind, head, wrong, model, samples, CPU), "HEAD")
 
 
@@ -79,7 +79,7 @@ def test_a_head_that_drafts_one_token_is_read(name: str, sizes: dict[str, int]) 
     short = replace(row, shape=lambda target: replace(row.shape(target), **sizes))
     model, head, taps, samples = trained(short)
     check_reading(probe(row.kind, head, taps, model, samples, CPU, 1), "HEAD")
-    wrong = tuple(layer - 1 for layer in taps or (law_6.LAYERS,))
+    wrong = law_6.other_taps(taps)
     with pytest.raises(UserError, match="HEAD is read in the wrong layout.*one layer later"):
         check_reading(probe(row.kind, head, wrong, model, samples, CPU, 1), "HEAD")
 

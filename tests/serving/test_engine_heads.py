@@ -89,13 +89,15 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
         (block(conv_taps=3, conv_group=4), "its DFlash has no convolution"),
         (block(layout="anchor_first"), "reads every block as fill_in, and .* are anchor_first"),
         (block(confidence=True), "its DFlash has no confidence"),
+        (block(denoising_steps=2), "drafts in one pass, and the head fills its blocks in several"),
+        (block(taps=(0,)), "how it numbers the embedding, which the head reads, is not known"),
         (p_eagle(), "how it drafts a P-EAGLE head in one pass has not been tried"),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
     ],
     ids=[
-        *("dspark", "domino", "selector", "convolution", "anchor first", "confidence", "p_eagle"),
-        *("last layer", "order of layers"),
+        *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
+        *("denoising", "embedding", "p_eagle", "last layer", "order of layers"),
     ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(

@@ -25,7 +25,8 @@ def random_block(sizes: dict[str, int], scale: float = 1.0, **fields: Any) -> Bl
     """
     more = {"layout": "fill_in", "num_heads": 4, "num_kv_heads": 2, "head_dim": 4} | fields
     more = {"block_size": 7 if more["layout"] == "fill_in" else 6, "intermediate_size": 24} | more
-    config = BlockConfig(**sizes, taps=(1,), mask_token_id=sizes["vocab_size"] - 1, **more)
+    more = {"taps": (1,), "mask_token_id": sizes["vocab_size"] - 1} | more
+    config = BlockConfig(**sizes, **more)
     generator = torch.Generator().manual_seed(6)
     head = BlockHead(config).double().requires_grad_(False)
     for parameter in head.parameters():
@@ -174,17 +175,16 @@ def _solve(head: BlockHead, target: Target, draft_model: Target) -> None:
     while texts_VT.shape[1] < 40:
         texts_VT = torch.cat((texts_VT, next_V[texts_VT[:, -1:]]), 1)
     context = StoredContext(head, V, 64)
-    context.append(target_taps(target, texts_VT), [texts_VT.shape[1]] * V)
+    context.append(target_taps(target, texts_VT, head), [texts_VT.shape[1]] * V)
     found: list[Tensor] = []
     layer: Any = head.layers[0]
     hook = layer.post_attention_layernorm.register_forward_hook(
         lambda _, given, normed: found.extend((given[0], normed))
     )
     last_V = next_V[texts_VT[:, -1]]  # the tips
-    embedded_V1C = target.embed(last_V)[:, None]
     slots_VS = texts_VT.shape[1] + torch.arange(head.config.block_size).expand(V, -1)
-    blocks = head.inputs(embedded_V1C, target.embed(torch.tensor(head.config.mask_token_id)))
-    head(blocks, rope_at(context.tables, slots_VS), context.join, context.visible())
+    blocks_V1SC = target.embed(head.block_ids(last_V))[:, None]
+    head(blocks_V1SC, rope_at(context.tables, slots_VS), context.join, context.visible())
     hook.remove()
     before_NC, normed_NC = (each[:, -K:].flatten(0, 1) for each in found)
     wanted = []
@@ -202,10 +202,10 @@ def _solve(head: BlockHead, target: Target, draft_model: Target) -> None:
     layer.mlp.down_proj.weight.copy_(solution.T)
 
 
-def target_taps(target: Target, texts_BT: Tensor) -> Tensor:
-    """Return the states (B, T, C) after the first layer of a target."""
+def target_taps(target: Target, texts_BT: Tensor, head: BlockHead) -> Tensor:
+    """Return the states (B, T, X) of a target that a block drafter reads."""
     target.open(len(texts_BT), texts_BT.shape[1])
-    return target.features(texts_BT, None, (1,))
+    return target.features(texts_BT, None, head.config.taps)
 
 
 def _next(model: Target) -> Tensor:

@@ -131,6 +131,7 @@ class HeadObjective(StaticObjective):
             context=self.kind.reads_context,
             drafts_per_row=loss.drafts_per_row,
             shares_K=depth_shares(loss, self.depths),
+            random_masks=self.kind.random_masks(self.head),
         )
         if count := num_continued_tokens(loss):
             states_PC, tokens_PK = states.continue_greedily(batch, where, count)
@@ -216,7 +217,10 @@ class HeadObjective(StaticObjective):
         """
         loss = self.loss
         if loss.depth_weights != D_PACE:
-            return decay_weights(where.head_N, loss.decay, dtype)
+            weights_N = decay_weights(where.head_N, loss.decay, dtype)
+            if where.masked_N is not None:  # 1 / t: training/heads/masks.py
+                weights_N = weights_N * self.depths / where.masked_N
+            return weights_N
         assert chances_N is not None
         drafts, heads = len(where.drafts_M), self.depths
         return d_pace_weights(

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
 from training.data.packing import PackedBatch, Sample
+from training.heads.masks import MASKED, mask_slots
 from training.losses.chunked import CHUNK
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: spreads consecutive positions over 32 bits
@@ -53,11 +55,21 @@ class Positions:
     scale: float = 1.0
     # the same at each depth, by which figures of a depth are scaled
     scales_K: Sequence[float] = ()
+    # tokens in a block's slots, MASKED in those that it predicts; None: all slots are masked
+    filled_MK: Tensor | None = None
+    # masked slots of each prediction's draft, if some are not (training/heads/masks.py)
+    masked_N: Tensor | None = None
 
     def with_tokens(self, tokens_MK: Tensor) -> "Positions":
         """Return these positions with other tokens, [M, K + 1], read and predicted by drafts."""
+        filled_MK = self.filled_MK
+        if filled_MK is not None:
+            filled_MK = torch.where(filled_MK == MASKED, MASKED, tokens_MK[:, 1:])
         return replace(
-            self, tokens_MK=tokens_MK[:, :-1], labels_N=tokens_MK[self.draft_N, self.head_N + 1]
+            self,
+            tokens_MK=tokens_MK[:, :-1],
+            labels_N=tokens_MK[self.draft_N, self.head_N + 1],
+            filled_MK=filled_MK,
         )
 
 
@@ -73,6 +85,7 @@ def positions(
     context: bool = False,
     drafts_per_row: int = 0,
     shares_K: Sequence[float] = (),
+    random_masks: bool = False,
 ) -> Positions:
     """Return the positions and labels of all predictions of `heads` heads in a batch.
 
@@ -83,8 +96,9 @@ def positions(
     not by predicted token, and return draft x heads + head as their targets. context: keep the
     hidden states of all tokens, for heads that attend to them. drafts_per_row: maximum number of
     drafts in a row, sampled anew in each step; 0: all drafts. shares_K: the share of the drafts
-    that predict at each depth, falling, sampled anew in each step; empty: all. Both need `context`,
-    as stores keep the states of one step for the others.
+    that predict at each depth, falling, sampled anew in each step; empty: all. random_masks: fill
+    some slots of each draft with the text's tokens, and predict the others. These three need
+    `context`, as stores keep the states of one step for the others.
     """
     rows, length = batch.host.documents_RT.shape
     predicts_KF = _predicts(batch, heads)
@@ -95,6 +109,12 @@ def positions(
     predicts_KM = predicts_KF[:, drafts]
     if any(share < 1 for share in shares_K):
         predicts_KM = predicts_KM & _keeps_depths(drafts, length, step, shares_K)
+    unmasked = int(predicts_KM.sum())
+    filled_MK, masked_M = drafts[:0], drafts[:0]
+    if random_masks:
+        masked_KM, masked_M = mask_slots(drafts, length, heads, step)
+        predicts_KM = predicts_KM & masked_KM
+        filled_MK = _filled(batch, drafts, masked_KM.T)
     head, draft = np.nonzero(predicts_KM)
     kept_K = np.bincount(head, minlength=heads)
     targets = drafts[draft] + 1 + head
@@ -111,8 +131,8 @@ def positions(
     if by_draft:
         seats = draft * heads + head
     indices = (kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats)
-    kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N = (
-        devices.copy_arrays_to_device(indices, batch.device)
+    (kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N, masked, filled) = (
+        devices.copy_arrays_to_device((*indices, masked_M, filled_MK), batch.device)
     )
     ids_F = batch.ids_RT.flatten()
     return Positions(
@@ -129,9 +149,26 @@ def positions(
         seats,
         kept_K.tolist(),
         np.bincount(kept // length, minlength=rows).tolist(),
-        int(all_K.sum()) / max(len(draft), 1),
+        # the weights of masked slots make up for those of the others
+        int(all_K.sum()) / max(unmasked, 1),
         (all_K / np.maximum(kept_K, 1)).tolist(),
+        torch.where(filled == MASKED, MASKED, ids_F[filled]) if random_masks else None,
+        masked[draft_N] if random_masks else None,
     )
+
+
+def _filled(batch: PackedBatch, drafts: np.ndarray, masked_MK: np.ndarray) -> np.ndarray:
+    """Return the place of each slot's token in the flattened batch, or MASKED [M, K].
+
+    Slots after the end of the draft's document stay masked.
+    """
+    documents_RT = batch.host.documents_RT
+    ahead_K = 2 + np.arange(masked_MK.shape[1])
+    in_row_MK = drafts[:, None] % documents_RT.shape[1] + ahead_K < documents_RT.shape[1]
+    places_MK = np.where(in_row_MK, drafts[:, None] + ahead_K, 0)
+    documents_F = documents_RT.ravel()
+    known_MK = in_row_MK & (documents_F[places_MK] == documents_F[drafts][:, None])
+    return np.where(known_MK & ~masked_MK, places_MK, MASKED)
 
 
 def _predicts(batch: PackedBatch, heads: int) -> np.ndarray:

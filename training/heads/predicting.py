@@ -102,6 +102,13 @@ class PredictingHead(Protocol):
         """
         return None
 
+    def random_masks(self, head: Any) -> bool:
+        """Return whether the head learns to fill blocks some of whose slots have their tokens.
+
+        It then reads `Positions.filled_MK`, and has `reads_context`.
+        """
+        return False
+
     def chance_logits(self, head: Any, features_NE: Tensor) -> Tensor | None:
         """Return the logits [N] of each prediction's chance of acceptance; None: not predicted."""
         return None

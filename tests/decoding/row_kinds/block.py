@@ -1,5 +1,7 @@
 """Rows of block drafters."""
 
+from typing import Any
+
 import torch
 
 from heads.block.drafter import BlockDrafter
@@ -12,6 +14,7 @@ from tests.support.block_heads import (
     selecting_block,
 )
 
+DIFFUSION: dict[str, Any] = {"taps": (0,), "denoising_steps": 3}
 ROWS = [
     DrafterRow(
         "dflash",
@@ -78,6 +81,23 @@ ROWS = [
                 conv_group=4,
             )
         ),
+    ),
+    DrafterRow(
+        "specdiff",  # the likeliest tokens, as point masses
+        make=lambda kit: BlockDrafter(
+            head=block_of(kit.target, kit.draft_model, **DIFFUSION), children="top_k"
+        ),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, **DIFFUSION), children="top_k"
+        ),
+    ),
+    DrafterRow(
+        "specdiff_sampled",
+        make=lambda kit: BlockDrafter(head=block_of(kit.target, kit.draft_model, **DIFFUSION)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(head=random_block(LAW_3_SIZES, 2.0, **DIFFUSION)),
+        slow=True,
     ),
     DrafterRow(
         "block_tree",
