@@ -47,6 +47,15 @@ struct BFloat16 {
 template <typename T>
 using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// The type in which products read their inputs: bfloat16 where the processor multiplies pairs of it.
+#if defined(__AVX512BF16__)
+template <typename T>
+using Input = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, Sum<T>>;
+#else
+template <typename T>
+using Input = Sum<T>;
+#endif
+
 template <typename A>
 struct VectorOf {
   typedef A type __attribute__((vector_size(VECTOR_BYTES)));
@@ -94,6 +103,17 @@ inline Vector<float> load(const BFloat16* place) {
   return x;
 }
 
+template <typename A>
+inline void store(A* place, Vector<A> x) {
+  std::memcpy(place, &x, sizeof x);
+}
+#if defined(__AVX512BF16__)
+inline void store(BFloat16* place, Vector<float> x) {
+  const __m256bh halves = _mm512_cvtneps_pbh(__m512(x));
+  std::memcpy(place, &halves, sizeof halves);
+}
+#endif
+
 // sum + a * b, rounded once. Scalar sums are written with it, as the compiler otherwise chooses for each
 // loop whether products are rounded before they are added, and so a sum's bits by the number of rows.
 template <typename A>
@@ -113,6 +133,26 @@ inline A total(V x) {
     return total<A, lanes / 2>(Half(halves[0] + halves[1]));
   }
 }
+
+// The totals of four vectors, each with the bits of `total`.
+template <typename A>
+inline void totals(const Vector<A> (&x)[4], A (&out)[4]) {
+  for (int i = 0; i < 4; ++i) out[i] = total<A>(x[i]);
+}
+#if defined(__AVX512F__)
+inline void totals(const Vector<float> (&x)[4], float (&out)[4]) {
+  __m512 pairs[2];
+  for (int i = 0; i < 2; ++i) {  // the halves of two vectors side by side
+    const __m512 a = __m512(x[2 * i]), b = __m512(x[2 * i + 1]);
+    pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                              _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));  // four lanes of each vector
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+}
+#endif
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -235,84 +275,122 @@ class Pieces {
 
 constexpr int PREFETCHED = 1024;  // bytes of each row of weights that are fetched before they are needed
 
+// A step along the rows of weights and inputs: vectors of `elements` of each, multiplied into a sum.
+template <typename T>
+struct Multiply {
+  using Part = Vector<Sum<T>>;
+  static constexpr int elements = VectorOf<Sum<T>>::lanes;
+  template <typename U>
+  static Part part(const U* place) {
+    return load(place);
+  }
+  static void add(Part& sum, Part a, Part b) { sum += a * b; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Multiply<BFloat16> {
+  using Part = __m512bh;
+  static constexpr int elements = 32;
+  static Part part(const BFloat16* place) {
+    Part x;
+    std::memcpy(&x, place, sizeof x);
+    return x;
+  }
+  static void add(Vector<float>& sum, Part a, Part b) { sum = Vector<float>(_mm512_dpbf16_ps(__m512(sum), a, b)); }
+};
+#endif
+
 // The dot products of each of MR rows of x with two rows of weights.
 template <typename T, int MR>
-inline void dots(const T* first, const T* second, int64_t K, const Sum<T>* x, Sum<T> (&out)[MR][2]) {
+inline void dots(const T* first, const T* second, int64_t K, const Input<T>* x, Sum<T> (&out)[MR][2]) {
   using A = Sum<T>;
-  constexpr int lanes = VectorOf<A>::lanes, AHEAD = PREFETCHED / sizeof(T);
-  Vector<A> sums[MR][2] = {};
+  using Step = Multiply<T>;
+  constexpr int AHEAD = PREFETCHED / sizeof(T), count = 2 * MR;
+  Vector<A> sums[count] = {};
   int64_t k = 0;
-  for (; k + lanes <= K; k += lanes) {
+  for (; k + Step::elements <= K; k += Step::elements) {
     __builtin_prefetch(first + k + AHEAD);
     __builtin_prefetch(second + k + AHEAD);
-    const Vector<A> weights[2] = {load(first + k), load(second + k)};
-#pragma GCC unroll 8
+    const typename Step::Part weights[2] = {Step::part(first + k), Step::part(second + k)};
+#pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
-      const Vector<A> inputs = load(x + m * K + k);
-      sums[m][0] += weights[0] * inputs;
-      sums[m][1] += weights[1] * inputs;
+      const typename Step::Part inputs = Step::part(x + m * K + k);
+      Step::add(sums[2 * m], weights[0], inputs);
+      Step::add(sums[2 * m + 1], weights[1], inputs);
     }
   }
-  for (int m = 0; m < MR; ++m)
-    for (int i = 0; i < 2; ++i) out[m][i] = total<A>(sums[m][i]);
+  A* sum = &out[0][0];
+  int i = 0;
+#pragma GCC unroll 8
+  for (; i + 4 <= count; i += 4)
+    totals(reinterpret_cast<const Vector<A>(&)[4]>(sums[i]), reinterpret_cast<A(&)[4]>(sum[i]));
+  for (; i < count; ++i) sum[i] = total<A>(sums[i]);
   for (; k < K; ++k)
     for (int m = 0; m < MR; ++m) {
-      add_product(out[m][0], widen(first[k]), x[m * K + k]);
-      add_product(out[m][1], widen(second[k]), x[m * K + k]);
+      add_product(out[m][0], widen(first[k]), A(widen(x[m * K + k])));
+      add_product(out[m][1], widen(second[k]), A(widen(x[m * K + k])));
     }
 }
 
-constexpr int MOST_ROWS = 6;  // rows of a tile, whose 12 sums fill the registers of AVX2
-constexpr int PIECE = 16;     // pairs of outputs of a piece of work
+// Rows of a tile, whose sums fill the registers: 24 of AVX-512's 32, 12 of the others' 16.
+constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 12 : 6;
+constexpr int PIECE = 16;  // pairs of outputs of a piece of work
 
 // The outputs of a product come in pairs, one of its first and one of its second half, which for the gate
-// and up matrices of an MLP are those that are multiplied. `emit(row, pair, first, second)` takes them.
+// and up matrices of an MLP are those that are multiplied. `emit(row, pair, count, first, second)` takes
+// those of `count` pairs, in arrays of PIECE elements that it may change.
 template <typename T, int MR, typename Emit>
-inline void tile(const T* first, const T* second, int64_t K, const Sum<T>* x, int row, int64_t pair,
-                 int64_t end, const Emit& emit) {
-  for (; pair < end; ++pair) {
+inline void tile(const T* first, const T* second, int64_t K, const Input<T>* x, int row, int64_t begin,
+                 int count, const Emit& emit) {
+  Sum<T> low[MR][PIECE] = {}, high[MR][PIECE] = {};
+  for (int i = 0; i < count; ++i) {
     Sum<T> out[MR][2];
-    dots<T, MR>(first + pair * K, second + pair * K, K, x + row * K, out);
-    for (int m = 0; m < MR; ++m) emit(row + m, pair, out[m][0], out[m][1]);
+    dots<T, MR>(first + (begin + i) * K, second + (begin + i) * K, K, x + row * K, out);
+    for (int m = 0; m < MR; ++m) low[m][i] = out[m][0], high[m][i] = out[m][1];
   }
+  for (int m = 0; m < MR; ++m) emit(row + m, begin, count, low[m], high[m]);
+}
+
+// Calls `tile` with the number of rows, at most MOST_ROWS, as a constant.
+template <typename T, int MR = MOST_ROWS, typename... Arguments>
+inline void tile_of(int rows, const Arguments&... arguments) {
+  if constexpr (MR > 1)
+    if (rows < MR) return tile_of<T, MR - 1>(rows, arguments...);
+  tile<T, MR>(arguments...);
 }
 
 template <typename T, typename Emit>
-inline void product_pairs(const T* first, const T* second, int64_t pairs, int64_t K, const Sum<T>* x, int M,
+inline void product_pairs(const T* first, const T* second, int64_t pairs, int64_t K, const Input<T>* x, int M,
                           Pieces& pieces, const Emit& emit) {
-  const int64_t count = (pairs + PIECE - 1) / PIECE;
-  for (int64_t piece; (piece = pieces.take()) < count;) {
-    const int64_t begin = piece * PIECE, end = std::min(begin + PIECE, pairs);
+  for (int64_t piece; (piece = pieces.take()) * PIECE < pairs;) {
+    const int64_t begin = piece * PIECE;
+    const int count = int(std::min<int64_t>(PIECE, pairs - begin));
     for (int row = 0; row < M;) {
       const int left = M - row;
-      // 8 rows as 4 and 4, not as 6 and 2
+      // the last two tiles of equal size: 16 rows of at most 12 as 8 and 8, not as 12 and 4
       const int rows = left > MOST_ROWS && left < 2 * MOST_ROWS ? (left + 1) / 2 : std::min(left, MOST_ROWS);
-      switch (rows) {
-        case 1: tile<T, 1>(first, second, K, x, row, begin, end, emit); break;
-        case 2: tile<T, 2>(first, second, K, x, row, begin, end, emit); break;
-        case 3: tile<T, 3>(first, second, K, x, row, begin, end, emit); break;
-        case 4: tile<T, 4>(first, second, K, x, row, begin, end, emit); break;
-        case 5: tile<T, 5>(first, second, K, x, row, begin, end, emit); break;
-        default: tile<T, 6>(first, second, K, x, row, begin, end, emit); break;
-      }
+      tile_of<T>(rows, first, second, K, x, row, begin, count, emit);
       row += rows;
     }
   }
 }
 
-// x_MK @ weight_OK^T + bias_O; `emit(row, output, value)` takes the outputs. The middle one of an odd number
-// belongs to both halves.
+// x_MK @ weight_OK^T + bias_O; `emit(row, output, count, values)` takes the outputs. The middle one of an odd
+// number belongs to both halves.
 template <typename T, typename Emit>
-inline void product(const T* weight, const T* bias, int64_t O, int64_t K, const Sum<T>* x, int M,
+inline void product(const T* weight, const T* bias, int64_t O, int64_t K, const Input<T>* x, int M,
                     Pieces& pieces, const Emit& emit) {
   const int64_t half = (O + 1) / 2, second = O - half;
-  const auto add = [&](int row, int64_t output, Sum<T> value) {
-    emit(row, output, bias == nullptr ? value : value + widen(bias[output]));
+  const auto add = [&](int row, int64_t output, int count, Sum<T>* values) {
+    if (bias != nullptr)
+      for (int i = 0; i < count; ++i) values[i] += widen(bias[output + i]);
+    emit(row, output, count, values);
   };
   product_pairs(weight, weight + second * K, half, K, x, M, pieces,
-                [&](int row, int64_t pair, Sum<T> low, Sum<T> high) {
-                  add(row, pair, low);
-                  if (second + pair >= half) add(row, second + pair, high);
+                [&](int row, int64_t pair, int count, Sum<T>* low, Sum<T>* high) {
+                  const int twice = second + pair < half;  // whether the first of these is the middle one
+                  add(row, pair, count, low);
+                  add(row, second + pair + twice, count - twice, high + twice);
                 });
 }
 
@@ -345,6 +423,25 @@ inline float exponential(float x) {
   return exponential_of<float, int32_t>(x, [](float n) { return int32_t(n); });
 }
 
+inline Vector<float> exponential(Vector<float> x) {
+  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+  const Vector<float> lowest = Vector<float>{} - 87.0f, highest = Vector<float>{} + 88.0f;
+  x = x < lowest ? lowest : x > highest ? highest : x;
+  return exponential_of<Vector<float>, Integers>(
+      x, [](Vector<float> n) { return __builtin_convertvector(n, Integers); });
+}
+
+// gate = SiLU(gate) * up, of PIECE elements.
+inline void activate(double* gate, const double* up) {
+  for (int i = 0; i < PIECE; ++i) gate[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+}
+inline void activate(float* gate, const float* up) {
+  for (int i = 0; i < PIECE; i += VectorOf<float>::lanes) {
+    const Vector<float> x = load(gate + i);
+    store(gate + i, x / (exponential(-x) + 1.0f) * load(up + i));
+  }
+}
+
 // scores = e^(scores - most); returns their sum. The order of its terms depends on their number alone.
 inline double exponentials(double* scores, int64_t count, double most) {
   double sum = 0;
@@ -354,16 +451,11 @@ inline double exponentials(double* scores, int64_t count, double most) {
 
 inline float exponentials(float* scores, int64_t count, float most) {
   constexpr int lanes = VectorOf<float>::lanes;
-  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  const Vector<float> lowest = Vector<float>{} - 87.0f;
   Vector<float> sums = {};
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    Vector<float> x = load(scores + i) - most;
-    x = x < lowest ? lowest : x;
-    x = exponential_of<Vector<float>, Integers>(
-        x, [](Vector<float> n) { return __builtin_convertvector(n, Integers); });
-    std::memcpy(scores + i, &x, sizeof x);
+    const Vector<float> x = exponential(load(scores + i) - most);
+    store(scores + i, x);
     sums += x;
   }
   float sum = total<float>(sums);
@@ -379,14 +471,21 @@ inline Sum<T> score_keys(const T* keys, int64_t count, const Sum<T>* query, int 
   using A = Sum<T>;
   constexpr int lanes = VectorOf<A>::lanes;
   A most = -std::numeric_limits<A>::infinity();
-  for (int64_t i = 0; i < count; ++i, keys += D) {
-    Vector<A> sums = {};
+  for (int64_t i = 0; i < count; i += 4, keys += 4 * D) {
+    const int keys_here = int(std::min<int64_t>(4, count - i));
+    Vector<A> sums[4] = {};
     int d = 0;
-    for (; d + lanes <= D; d += lanes) sums += load(keys + d) * load(query + d);
-    A sum = total<A>(sums);
-    for (; d < D; ++d) add_product(sum, widen(keys[d]), query[d]);
-    scores[i] = sum * scale;
-    most = std::max(most, scores[i]);
+    for (; d + lanes <= D; d += lanes) {
+      const Vector<A> part = load(query + d);
+      for (int j = 0; j < keys_here; ++j) sums[j] += load(keys + j * D + d) * part;
+    }
+    A sum[4];
+    totals(sums, sum);
+    for (int j = 0; j < keys_here; ++j) {
+      for (int rest = d; rest < D; ++rest) add_product(sum[j], widen(keys[j * D + rest]), query[rest]);
+      scores[i + j] = sum[j] * scale;
+      most = std::max(most, scores[i + j]);
+    }
   }
   return most;
 }
@@ -417,8 +516,8 @@ inline void add_values(const T* values, int64_t count, const Sum<T>* weights, in
 }
 
 // y = x / rms(x) * weight, over K elements; y may be x.
-template <typename T>
-inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Sum<T>* y) {
+template <typename T, typename Y>
+inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Y* y) {
   using A = Sum<T>;
   constexpr int lanes = VectorOf<A>::lanes;
   Vector<A> squares = {};
@@ -430,7 +529,8 @@ inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Su
   A sum = total<A>(squares);
   for (; k < K; ++k) add_product(sum, x[k], x[k]);
   const A scale = A(1) / std::sqrt(sum / A(K) + A(eps));
-  for (k = 0; k < K; ++k) y[k] = x[k] * scale * widen(weight[k]);
+  for (k = 0; k + lanes <= K; k += lanes) store(y + k, load(x + k) * scale * load(weight + k));
+  for (; k < K; ++k) store(y + k, x[k] * scale * widen(weight[k]));
 }
 
 // The model ------------------------------------------------------------------------------------------
@@ -529,7 +629,7 @@ class Step {
     int64_t longest = 0;
     for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
     scores_ = longest + f_.N;
-    const int64_t per_thread = int64_t(M_) * m_.C + scores_;
+    const int64_t per_thread = int64_t(M_) * m_.C + m_.D + scores_;
     const int64_t shared = int64_t(M_) * (m_.C + (m_.Q + 2 * m_.H) * m_.D + m_.Q * m_.D + m_.F);
     const size_t bytes = (shared + per_thread * team.size()) * sizeof(A) + 64;
     if (memory.size() < bytes) memory.resize(bytes);
@@ -541,8 +641,8 @@ class Step {
     };
     x_ = take(int64_t(M_) * m_.C);
     qkv_ = take(int64_t(M_) * (m_.Q + 2 * m_.H) * m_.D);
-    attended_ = take(int64_t(M_) * m_.Q * m_.D);
-    active_ = take(int64_t(M_) * m_.F);
+    attended_ = reinterpret_cast<Input<T>*>(take(int64_t(M_) * m_.Q * m_.D));
+    active_ = reinterpret_cast<Input<T>*>(take(int64_t(M_) * m_.F));
     own_ = take(per_thread * team.size());
     own_size_ = per_thread;
     pieces_ = std::make_unique<Pieces[]>(6 * m_.layers + 2);
@@ -552,8 +652,8 @@ class Step {
 
  private:
   void thread(int rank) {
-    A* normed = own_ + rank * own_size_;
-    A* scores = normed + int64_t(M_) * m_.C;
+    Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + rank * own_size_);
+    A* scores = own_ + rank * own_size_ + int64_t(M_) * m_.C + m_.D;
     Pieces* pieces = pieces_.get();
     for (int row; (row = pieces->take()) < M_;) {
       const T* embedded = static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C;
@@ -577,34 +677,42 @@ class Step {
     if (f_.logits == nullptr) return;
     A* logits = static_cast<A*>(f_.logits);
     product(static_cast<const T*>(m_.head), static_cast<const T*>(nullptr), m_.V, m_.C, normed, M_, *pieces,
-            [&](int row, int64_t output, A value) { logits[row * int64_t(m_.V) + output] = value; });
+            [&](int row, int64_t output, int count, const A* values) {
+              std::copy(values, values + count, logits + row * int64_t(m_.V) + output);
+            });
   }
 
   void tap(int layer, int row) {
     if (f_.columns[layer] >= 0) save(x_ + row * m_.C, layer, row);
   }
-  void save(const A* state, int layer, int row) {
+  template <typename U>
+  void save(const U* state, int layer, int row) {
     T* place = static_cast<T*>(f_.hidden) + (int64_t(row) * f_.taps + f_.columns[layer]) * m_.C;
-    for (int c = 0; c < m_.C; ++c) store(place + c, state[c]);
+    for (int c = 0; c < m_.C; ++c) store(place + c, widen(state[c]));
   }
 
-  void norm_all(const void* weight, A* normed) {  // every thread for itself, instead of a barrier
+  void norm_all(const void* weight, Input<T>* normed) {  // every thread for itself, instead of a barrier
     for (int row = 0; row < M_; ++row)
       rms_norm(x_ + row * m_.C, static_cast<const T*>(weight), m_.C, m_.eps, normed + row * m_.C);
   }
 
   // x += weight @ inputs
-  void add_product(const void* weight, const void* bias, int64_t K, const A* inputs, Pieces& pieces) {
+  void add_product(const void* weight, const void* bias, int64_t K, const Input<T>* inputs, Pieces& pieces) {
     product(static_cast<const T*>(weight), static_cast<const T*>(bias), m_.C, K, inputs, M_, pieces,
-            [&](int row, int64_t output, A value) { x_[row * int64_t(m_.C) + output] += value; });
+            [&](int row, int64_t output, int count, const A* values) {
+              A* x = x_ + row * int64_t(m_.C) + output;
+              for (int i = 0; i < count; ++i) x[i] += values[i];
+            });
   }
 
-  void attention(const Layer& layer, A* normed, A* scores, Pieces* pieces) {
+  void attention(const Layer& layer, Input<T>* normed, A* scores, Pieces* pieces) {
     const int heads = m_.Q + 2 * m_.H, D = m_.D;
     norm_all(layer.attention_norm, normed);
     product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
             normed, M_, pieces[0],
-            [&](int row, int64_t output, A value) { qkv_[row * int64_t(heads) * D + output] = value; });
+            [&](int row, int64_t output, int count, const A* values) {
+              std::copy(values, values + count, qkv_ + row * int64_t(heads) * D + output);
+            });
     team_.barrier();
     for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
     team_.barrier();
@@ -651,7 +759,7 @@ class Step {
     const T* keys = static_cast<const T*>(layer.keys) + start;
     const T* values = static_cast<const T*>(layer.values) + start;
     const A* query = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
-    A* out = attended_ + (int64_t(row) * m_.Q + head) * D;
+    A* out = scores - D;
     const A scale = A(1) / std::sqrt(A(D));
 
     // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
@@ -667,7 +775,8 @@ class Step {
     for (int64_t place = plain; place < visible; ++place)
       add_values(values + (length + ancestor(b, n, visible - 1 - place)) * D, 1, scores + place, D, out);
     const A inverse = A(1) / sum;
-    for (int d = 0; d < D; ++d) out[d] *= inverse;
+    Input<T>* attended = attended_ + (int64_t(row) * m_.Q + head) * D;
+    for (int d = 0; d < D; ++d) store(attended + d, out[d] * inverse);
   }
 
   // The node `steps` above node n.
@@ -676,15 +785,18 @@ class Step {
     return n;
   }
 
-  void feed_forward(const Layer& layer, A* normed, Pieces* pieces) {
+  void feed_forward(const Layer& layer, Input<T>* normed, Pieces* pieces) {
     const int64_t F = m_.F;
     norm_all(layer.mlp_norm, normed);
     const T* gate = static_cast<const T*>(layer.gate_up);
     const T* bias = static_cast<const T*>(layer.gate_up_bias);
-    product_pairs(gate, gate + F * m_.C, F, m_.C, normed, M_, pieces[0], [&](int row, int64_t f, A g, A up) {
-      if (bias != nullptr) g += widen(bias[f]), up += widen(bias[F + f]);
-      active_[row * F + f] = g / (A(1) + exponential(-g)) * up;
-    });
+    product_pairs(gate, gate + F * m_.C, F, m_.C, normed, M_, pieces[0],
+                  [&](int row, int64_t f, int count, A* gates, A* ups) {
+                    if (bias != nullptr)
+                      for (int i = 0; i < count; ++i) gates[i] += widen(bias[f + i]), ups[i] += widen(bias[F + f + i]);
+                    activate(gates, ups);
+                    for (int i = 0; i < count; ++i) store(active_ + row * F + f + i, gates[i]);
+                  });
     team_.barrier();
     add_product(layer.down, layer.down_bias, F, active_, pieces[1]);
     team_.barrier();
@@ -694,7 +806,8 @@ class Step {
   const Forward& f_;
   Team& team_;
   const int M_;
-  A *x_, *qkv_, *attended_, *active_, *own_;
+  A *x_, *qkv_, *own_;
+  Input<T>*attended_, *active_;
   int64_t own_size_, scores_;
   std::unique_ptr<Pieces[]> pieces_;
 };
@@ -714,10 +827,13 @@ template <typename T>
 void run_product(void* argument, int) {
   Product& p = *static_cast<Product*>(argument);
   using A = Sum<T>;
-  const A* x = std::is_same_v<T, A> ? static_cast<const A*>(p.x) : reinterpret_cast<const A*>(p.widened.data());
+  const void* inputs = std::is_same_v<T, Input<T>> ? p.x : p.widened.data();
+  const auto* x = static_cast<const Input<T>*>(inputs);
   T* out = static_cast<T*>(p.out);
   product(static_cast<const T*>(p.weight), static_cast<const T*>(p.bias), p.O, p.K, x, p.M, p.pieces,
-          [&](int row, int64_t output, A value) { store(out + row * p.O + output, value); });
+          [&](int row, int64_t output, int count, const A* values) {
+            for (int i = 0; i < count; ++i) store(out + row * p.O + output + i, values[i]);
+          });
 }
 
 std::mutex one_call;
@@ -958,7 +1074,7 @@ extern "C" void linear(int32_t dtype, int32_t threads, int32_t M, int64_t O, int
                        const void* weight, const void* bias, void* out) {
   std::lock_guard<std::mutex> lock(one_call);
   Product p{weight, bias, O, K, x, out, M, {}, {}};
-  if (dtype == 2) {
+  if (dtype == 2 && !std::is_same_v<BFloat16, Input<BFloat16>>) {
     p.widened.resize(size_t(M) * K);
     for (int64_t i = 0; i < M * K; ++i) p.widened[i] = widen(static_cast<const BFloat16*>(x)[i]);
   }
