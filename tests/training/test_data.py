@@ -64,7 +64,7 @@ def test_too_many_bad_lines_are_an_error(tmp_path: Path, reason: str) -> None:
 
 def test_an_invalid_byte_is_a_bad_line(tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), b'{"id": "\xff"}')
-    assert read_chats(file, max_bad=0.5)[1].bad == {"not JSON": [f"{file}:2"]}
+    assert read_chats(file, max_bad=0.5)[1].bad == {"not UTF-8": [f"{file}:2"]}
 
 
 def test_arrays_give_the_line_of_each_record(tmp_path: Path) -> None:

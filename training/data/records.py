@@ -135,7 +135,9 @@ def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _decode(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:  # JSONDecodeError or UnicodeDecodeError
+    except UnicodeDecodeError:
+        return BadRecordError("not UTF-8")
+    except json.JSONDecodeError:
         return BadRecordError("not JSON")
     except RecursionError:
         return BadRecordError(TOO_DEEP)

@@ -32,7 +32,8 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # New tokens in all rows of a fused forward; wider ones, such as prompts, run eagerly, where each
 # weight is used often enough for a library's matrix products.
 WIDEST = 128
-# The same for prompts in bfloat16, which PyTorch multiplies in hardware and this step as float32.
+# The same for prompts in bfloat16 on a processor that multiplies it, where PyTorch's wide products
+# are faster.
 WIDEST_PROMPT = 32
 SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
 
