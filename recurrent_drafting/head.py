@@ -18,6 +18,7 @@ Shapes: R rows (any leading dimensions), H the target's hidden size, E the block
 vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ class Context:
         return Context(self.input_RE.unsqueeze(dim), self.first_RE.unsqueeze(dim))
 
 
-class Head:
+class Head(ABC):
     """The head's equations over linear maps that subclasses provide as attributes or methods."""
 
     config: HeadConfig
@@ -94,18 +95,18 @@ class Head:
     from_state: Callable[[Tensor], Tensor]  # the first map's half for s
 
     @property
+    @abstractmethod
     def rnn_bias_H(self) -> Tensor:
         """The bias b_u."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def later_linears(self) -> Sequence[Callable[[Tensor], Tensor]]:
         """The linear maps A z + a of the blocks whose input is z, not [h; s]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, features_RE: Tensor) -> Tensor:
         """Return the logits [R, V] of the drafted tokens, in the order of `token_ids_V` if set."""
-        raise NotImplementedError
 
     def start(self, embedded_RH: Tensor) -> Tensor:
         """Return the state after the first token, s_1 [R, H]."""

@@ -6,6 +6,7 @@ it runs, and appends new ones, which the target's next forward overwrites.
 Shapes: B rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from decoding.interfaces import Chooser, Policies, Proposal, RoundCosts, Target,
 from decoding.models.native.model import NativeTarget
 
 
-class TargetViewDrafter(ChainDrafter):
+class TargetViewDrafter(ChainDrafter, ABC):
     """A chain drafter whose model is a view of the target, which `view_of` makes."""
 
     def __init__(self, name: str) -> None:
@@ -26,9 +27,9 @@ class TargetViewDrafter(ChainDrafter):
         # kept from batch to batch, with its recorded graphs
         self._view: NativeTarget | None = None
 
+    @abstractmethod
     def view_of(self, target: NativeTarget) -> NativeTarget:
         """Return the view of an open target with which this drafter drafts."""
-        raise NotImplementedError
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target. Raises UserError for a backend other than native."""

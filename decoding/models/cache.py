@@ -7,6 +7,7 @@ counting it. Slots past the length hold stale numbers that every mask hides.
 Shapes: B rows, N new tokens (nodes), L tokens of a path, T slots, H key/value heads, D head size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ class Slots:
         return [(row, i) for i, row in enumerate(rows) if row != i]
 
 
-class CachedTarget:
+class CachedTarget(ABC):
     """The methods of a target that concern only the lengths of its rows and their stored copies."""
 
     slots: Slots
@@ -154,9 +155,9 @@ class CachedTarget:
         """Drop all caches that `keep` stored."""
         self._kept = {}
 
+    @abstractmethod
     def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
         """Copy keys and values from slots `src_BL` to slots `dst_BL`."""
-        raise NotImplementedError
 
 
 def visible_slots(

@@ -12,6 +12,7 @@ Shapes: M drafts, H hidden size, E features of the correction, V drafted vocabul
 candidates.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -24,21 +25,21 @@ from training.heads.candidates import keep_listed
 Embed = Callable[[Tensor], Tensor]  # the target's embeddings (..., H) of token ids
 
 
-class Correction(nn.Module):
+class Correction(nn.Module, ABC):
     """A correction of the logits, with a state that every token advances."""
 
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
         """W, the output layer [V, E] of the features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
         """Return the state after one more token; state_ME is None before the tips."""
-        raise NotImplementedError
 
+    @abstractmethod
     def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
         """Return the features f [M, E] of the backbone's states and the correction's state."""
-        raise NotImplementedError
 
     def correct(self, logits_MV: Tensor, features_ME: Tensor) -> Tensor:
         """Return the backbone's logits [M, V] with the correction."""

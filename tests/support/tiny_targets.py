@@ -197,4 +197,4 @@ class TableTarget:
         return ids[..., None].double()
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("a table has no hidden states that a layer could read")
