@@ -1,13 +1,52 @@
 """Drafts of several slots in packed rows: which rows they are in, and what their slots see.
 
-Shapes: R rows, T tokens of a row, M drafts, A drafts of a row, S slots of a draft, N = A S.
+Shapes: R rows, T tokens of a row, M drafts, A drafts of a row, a of them in a chunk, S slots of a
+draft, N = A S.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from decoding import devices
 from training.data.packing import PackedBatch
+
+SLOTS_AT_ONCE = 256  # slots of drafts that attend at once, in each row
+
+
+class DraftsInRows:
+    """Drafts of a packed batch, grouped by row and in chunks.
+
+    Attention scores then need memory for one chunk at a time. tips_M: the tips' places in the
+    flattened batch. ids: token ids (M, ...) that each draft reads.
+    """
+
+    def __init__(self, batch: PackedBatch, tips_M: Tensor, ids: Tensor) -> None:
+        rows, row_tokens = batch.ids_RT.shape
+        self._batch = batch
+        self._drafts_RA, self._seats_M = group_by_row(tips_M // row_tokens, rows)
+        # one more draft, with which rows are padded
+        self._tips_M, self._ids = (
+            torch.cat((each, each.new_zeros(1, *each.shape[1:]))) for each in (tips_M, ids)
+        )
+
+    def chunks(self, slots: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the drafts in chunks of `slots` = S slots each.
+
+        A chunk is the drafts' ids (R, a, ...), the slots' positions (R, a, S), and the text that
+        each draft sees (R, a, T).
+        """
+        slots_S = torch.arange(slots, device=self._tips_M.device)
+        for drafts_Ra in self._drafts_RA.split(max(1, SLOTS_AT_ONCE // slots), dim=1):
+            tips_Ra = self._tips_M[drafts_Ra]
+            positions_RaS = self._batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
+            visible_RaT = visible_text(self._batch, tips_Ra)
+            yield self._ids[drafts_Ra], positions_RaS, visible_RaT
+
+    def join(self, chunks: list[Tensor]) -> Tensor:
+        """Return the results (M, ...) of all drafts from those of the chunks (R, a, ...)."""
+        return torch.cat(chunks, 1).flatten(0, 1)[self._seats_M]
 
 
 def group_by_row(rows_M: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.block.corrections import Selector, features_of_text
 from heads.block.denoising import denoise, find_surest
 from heads.block.model import BlockHead, after
-from heads.drafts_in_rows import group_by_row, visible_text
+from heads.drafts_in_rows import DraftsInRows
 from heads.layers import rope_at
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
@@ -33,8 +33,6 @@ from training.heads.predicting import (
     spread,
 )
 from training.losses.chunked import chunk_rows
-
-SLOTS_AT_ONCE = 256  # slots of a row that attend at once
 
 
 class BlockPredictions(PredictingHead):
@@ -159,20 +157,12 @@ def predict(
     context_RTX: the target's states. tips_M: the tips' places in the flattened batch. tokens_M:
     the tips' ids. filled_MK: see `BlockHead.block_ids`.
     """
-    R, T = batch.ids_RT.shape
-    S, H = head.config.block_size, head.config.hidden_size
-    drafts_RA, seats_M = group_by_row(tips_M // T, R)
-    # one more draft, with which rows are padded
-    blocks_MS = F.pad(head.block_ids(tokens_M, filled_MK), (0, 0, 0, 1))
-    tips_M = F.pad(tips_M, (0, 1))
-    tables = head.rope_tables(T + S)
+    S = head.config.block_size
+    tables = head.rope_tables(batch.ids_RT.shape[1] + S)
     join = after(head.context(context_RTX, rope_at(tables, batch.positions_RT)))
-    slots_S = torch.arange(S, device=tips_M.device)
+    drafts = DraftsInRows(batch, tips_M, head.block_ids(tokens_M, filled_MK))
     found = []
-    for drafts_Ra in drafts_RA.split(max(1, SLOTS_AT_ONCE // S), dim=1):
-        tips_Ra = tips_M[drafts_Ra]
-        visible_RaT = visible_text(batch, tips_Ra)
-        slots_RaS = batch.positions_RT.flatten()[tips_Ra][:, :, None] + slots_S
-        rope = rope_at(tables, slots_RaS.flatten(1))
-        found.append(head(states.embed(blocks_MS[drafts_Ra]), rope, join, visible_RaT))
-    return torch.cat(found, 1).view(-1, head.config.num_drafts, H)[seats_M]
+    for ids_RaS, positions_RaS, visible_RaT in drafts.chunks(S):
+        rope = rope_at(tables, positions_RaS.flatten(1))
+        found.append(head(states.embed(ids_RaS), rope, join, visible_RaT))
+    return drafts.join(found)

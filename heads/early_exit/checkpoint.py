@@ -9,7 +9,6 @@ not stored.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,21 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import check_tokens
-from decoding.models.folder import WEIGHTS, load_state, read_json
+from decoding.models.folder import WEIGHTS, load_state
 from decoding.models.native.rope import inverse_frequencies, rope_parameters
 from decoding.models.native.weights import FAMILIES
 from decoding.values import is_int, is_number, quote
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
 from training.heads import checkpoint
+from training.heads.own_layout import OwnLayout
 
-MODEL_TYPE = "shallow_draft_early_exit"
 _TOKENS = "token_ids"
-# field of the shape -> its key, if that differs: the head has one layer, not the target's number
-_KEYS = {"num_layers": "target_layers"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_positions")
-
-
-class EarlyExitLayout:
-    """Keys of config.json and names of tensors."""
-
-    def config(self, shape: EarlyExitConfig, dtype: torch.dtype) -> dict[str, Any]:
-        stored = str(dtype).removeprefix("torch.")
-        values = {_KEYS.get(name, name): value for name, value in asdict(shape).items()}
-        return {"model_type": MODEL_TYPE, "torch_dtype": stored, **values}
-
-    def stored_name(self, name: str) -> str:
-        return _TOKENS if name == "token_ids_V" else name
-
-    def extensions(self, shape: EarlyExitConfig) -> list[str]:
-        return []
-
-
-LAYOUT = EarlyExitLayout()
+LAYOUT = OwnLayout(
+    "shallow_draft_early_exit",
+    keys={"num_layers": "target_layers"},  # the head has one layer, not the target's number
+    tensors={"token_ids_V": _TOKENS},
+)
 
 
 def load_head(
@@ -73,13 +57,7 @@ def read_head_config(folder: Path) -> EarlyExitConfig:
 
     Raises UserError for a folder of another kind, and with all missing and invalid values.
     """
-    file = folder / "config.json"
-    values = read_json(file)
-    if values.get("model_type") != MODEL_TYPE:
-        raise UserError(
-            f"{file}: model_type is {quote(values.get('model_type'))}, expected '{MODEL_TYPE}'. "
-            f"Use `use: chain` for a language model."
-        )
+    values, file = LAYOUT.read(folder), folder / "config.json"
     wrong = [
         f"{key} is {quote(values.get(key))}, expected {expected}"
         for key, (fits, expected) in _rules(values).items()
@@ -89,8 +67,7 @@ def read_head_config(folder: Path) -> EarlyExitConfig:
         raise UserError(
             f"{file}: {'; '.join(wrong)}. Use the config.json that was written with these weights."
         )
-    names = [one.name for one in fields(EarlyExitConfig)]
-    config = EarlyExitConfig(**{name: values[_KEYS.get(name, name)] for name in names})
+    config = LAYOUT.shape(EarlyExitConfig, values)
     rope_parameters({"rope_parameters": config.rope})
     return config
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.interfaces import Drafter
 from decoding.models.native.linear import rms_norm
-from heads.early_exit.checkpoint import LAYOUT, MODEL_TYPE, load_head, read_head_config
+from heads.early_exit.checkpoint import LAYOUT, load_head, read_head_config
 from heads.early_exit.config import EarlyExitOptions, EarlyExitTrainConfig
 from heads.early_exit.drafter import EarlyExitDrafter
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
@@ -171,7 +171,7 @@ class EarlyExitKind(HeadKind):
             title="An early-exit head (EESD, arXiv 2406.03853)",
             form=self.describe(shape),
             reads=f"hidden states after layer {shape.exit_layer}",
-            layout=f"this project's own layout (model_type {MODEL_TYPE})",
+            layout=f"this project's own layout (model_type {LAYOUT.model_type})",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
                 f"python -m eval.run target.path={target} drafters=[.] stopping=thompson",

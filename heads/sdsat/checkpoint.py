@@ -6,36 +6,17 @@ and with a rank for each layer of the target `layers.{i}.{qkv,out,gate_up,down}.
 The target's weights are not stored.
 """
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, load_state, read_json
-from decoding.values import quote
+from decoding.models.folder import WEIGHTS, load_state
 from heads.sdsat.model import SdsatConfig, SdsatHead
 from training.heads import checkpoint
+from training.heads.own_layout import OwnLayout
 
-MODEL_TYPE = "shallow_draft_sdsat"
-
-
-class SdsatLayout:
-    """Keys of config.json and names of tensors."""
-
-    def config(self, shape: SdsatConfig, dtype: torch.dtype) -> dict[str, Any]:
-        stored = str(dtype).removeprefix("torch.")
-        return {"model_type": MODEL_TYPE, "torch_dtype": stored, **asdict(shape)}
-
-    def stored_name(self, name: str) -> str:
-        return name
-
-    def extensions(self, shape: SdsatConfig) -> list[str]:
-        return []
-
-
-LAYOUT = SdsatLayout()
+LAYOUT = OwnLayout("shallow_draft_sdsat")
 
 
 def load_head(
@@ -59,14 +40,8 @@ def read_head_config(folder: Path) -> SdsatConfig:
 
     Raises UserError for a folder of another kind, and for a missing or invalid value.
     """
-    file = folder / "config.json"
-    values = read_json(file)
-    if values.get("model_type") != MODEL_TYPE:
-        raise UserError(
-            f"{file}: model_type is {quote(values.get('model_type'))}, expected '{MODEL_TYPE}'. "
-            f"Use `use: chain` for a language model."
-        )
-    names = [one.name for one in fields(SdsatConfig)]
-    for name in names:
-        checkpoint.check_size(file, name, values.get(name), least=0 if name == "rank" else 1)
-    return SdsatConfig(**{name: values[name] for name in names})
+    values, file = LAYOUT.read(folder), folder / "config.json"
+    for one in fields(SdsatConfig):
+        least = 0 if one.name == "rank" else 1
+        checkpoint.check_size(file, one.name, values.get(one.name), least)
+    return LAYOUT.shape(SdsatConfig, values)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.interfaces import Drafter
-from heads.sdsat.checkpoint import LAYOUT, MODEL_TYPE, load_head, read_head_config
+from heads.sdsat.checkpoint import LAYOUT, load_head, read_head_config
 from heads.sdsat.config import SdsatOptions, SdsatTrainConfig
 from heads.sdsat.drafter import SdsatDrafter
 from heads.sdsat.model import LowRank, SdsatConfig, SdsatHead
@@ -106,7 +106,7 @@ class SdsatKind(SdsatPredictions, HeadKind):
             title="Slot embeddings (SDSAT, arXiv 2403.18647)",
             form=self.describe(shape),
             reads="keys and values of all layers",
-            layout=f"this project's own layout (model_type {MODEL_TYPE})",
+            layout=f"this project's own layout (model_type {LAYOUT.model_type})",
             launch=(f"python -m eval.run target.path={target} drafters=[.]",),
             remarks="A draft is a forward of the target over the last token and the slots, and a "
             "second forward verifies it. Servers do not read this layout.",

@@ -18,7 +18,7 @@ from torch import Tensor
 from decoding.models.native.attention import grouped_attention
 from decoding.models.native.linear import rms_norm
 from decoding.models.native.weights import Layer, NativeConfig
-from heads.drafts_in_rows import group_by_row, slot_mask, visible_text
+from heads.drafts_in_rows import DraftsInRows, slot_mask
 from heads.layers import Rope, rope_at, rope_tables
 from heads.sdsat.model import SdsatHead
 from training.data.packing import PackedBatch
@@ -31,8 +31,6 @@ from training.heads.predicting import (
     choose_likeliest,
     spread,
 )
-
-ROWS_AT_ONCE = 256  # rows of drafts that attend at once, in each row of text
 
 
 class SdsatPredictions(PredictingHead):
@@ -90,11 +88,11 @@ def predict(
     text_RTC: the target's states of the text that enter its layers after the first. tips_M: the
     tips' places in the flattened batch. tokens_M: the tips' ids. count: K.
     """
-    R, T = batch.ids_RT.shape
     config = NativeConfig.from_dict(states.target.config.to_dict())
     layers = [native_layer(layer, config) for layer in states.target.model.layers]
     changed = [head.change(layer, index, count) for index, layer in enumerate(layers)]
-    tables = rope_tables(config.rope, config.head_dim, config.max_positions, T + count, head.slots)
+    longest = batch.ids_RT.shape[1] + count
+    tables = rope_tables(config.rope, config.head_dim, config.max_positions, longest, head.slots)
     inputs = (states.embed(batch.ids_RT), *text_RTC.split(config.hidden_size, -1))
     text_rope = rope_at(tables, batch.positions_RT)
     with torch.no_grad():
@@ -103,22 +101,16 @@ def predict(
             for layer, x_RTC in zip(layers, inputs, strict=True)
         ]
     shared = config.num_heads // config.num_kv_heads
-    drafts_RA, seats_M = group_by_row(tips_M // T, R)
-    # one more draft, with which rows are padded
-    tips_M, tokens_M = (torch.cat((each_M, each_M.new_zeros(1))) for each_M in (tips_M, tokens_M))
+    drafts = DraftsInRows(batch, tips_M, tokens_M)
     found = []
-    for drafts_Ra in drafts_RA.split(max(1, ROWS_AT_ONCE // count), dim=1):
-        tips_Ra = tips_M[drafts_Ra]
-        offsets_K = torch.arange(count, device=tips_M.device)
-        places_RaK = batch.positions_RT.flatten()[tips_Ra][:, :, None] + offsets_K
-        rope = rope_at(tables, places_RaK.flatten(1))
-        mask = slot_mask(visible_text(batch, tips_Ra), count, causal=True, shared=shared)
-        x_RNC = _inputs(head, states.embed(tokens_M[drafts_Ra]), count).flatten(1, 2)
+    for tips_Ra, positions_RaK, visible_RaT in drafts.chunks(count):
+        rope = rope_at(tables, positions_RaK.flatten(1))
+        mask = slot_mask(visible_RaT, count, causal=True, shared=shared)
+        x_RNC = _inputs(head, states.embed(tips_Ra), count).flatten(1, 2)
         for layer, keys_values in zip(changed, read, strict=True):
             x_RNC = _run(layer, config, x_RNC, keys_values, rope, mask)
         found.append(x_RNC.unflatten(1, (-1, count)))
-    x_MKC = torch.cat(found, 1).flatten(0, 1)[seats_M]
-    return rms_norm(x_MKC, states.target.model.norm.weight, config.norm_eps)
+    return rms_norm(drafts.join(found), states.target.model.norm.weight, config.norm_eps)
 
 
 def _inputs(head: SdsatHead, tips_RaC: Tensor, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from heads.block import predictions
+from heads import drafts_in_rows
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.drafter import BlockDrafter
@@ -148,7 +148,7 @@ def test_other_blocks_texts_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(there, each, atol=1e-9, rtol=0)
     few = features_of(head, collate(samples, [[0, 1], [2]], 48), drafts_per_row=3, step=1)
     assert 0 < len({tip for tip, _ in few}) <= 6 < len({tip for tip, _ in packed})
-    monkeypatch.setattr(predictions, "SLOTS_AT_ONCE", 14)
+    monkeypatch.setattr(drafts_in_rows, "SLOTS_AT_ONCE", 14)
     chunks = features_of(head, collate(samples, [[0, 1], [2]], 48))
     for place, each in few.items():
         torch.testing.assert_close(packed[place], each, atol=1e-9, rtol=0)
