@@ -111,16 +111,24 @@ def tree(draft: NativeTarget) -> Drafter:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("make", [chain, tree])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("make", "rows", "dtype"),
+    [
+        (chain, 8, torch.bfloat16),
+        (tree, 8, torch.bfloat16),
+        (chain, 8, torch.float32),
+        (tree, 8, torch.float32),
+        (chain, 48, torch.bfloat16),  # 192 tokens in a forward
+    ],
+)
 def test_laws_1_and_2_hold_to_the_bit_in_any_dtype(
-    dtype: torch.dtype, make: Callable[[NativeTarget], Drafter], temperature: float
+    make: Callable[[NativeTarget], Drafter], rows: int, dtype: torch.dtype, temperature: float
 ) -> None:
     target, drafter = model(dtype), make(model(dtype, noise=0.02))
     settings = Settings(
         max_new_tokens=64, temperature=temperature, verify="coupled", num_draft_tokens=3, seed=3
     )
-    prompts = random_prompts(8)
+    prompts = random_prompts(rows)
     drafted, plain = (
         [made.tokens for made in decode(target, each, prompts, settings)]
         for each in (drafter, None)

@@ -30,7 +30,8 @@ SUM_DTYPES = {
 }
 CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # New tokens in all rows of a fused forward; wider ones, such as prompts, run eagerly, where each
-# weight is used often enough for a library's matrix products.
+# weight is used often enough for a library's matrix products. In bfloat16 only prompts do: near
+# ties are common, and drafted text would differ from plain text in large batches.
 WIDEST = 128
 # The same for prompts in bfloat16 on a processor that multiplies it, where PyTorch's wide products
 # are faster.
@@ -111,7 +112,7 @@ class FusedForward:
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
         is_bfloat16, in_hardware = weights.dtype == torch.bfloat16, multiplies_bfloat16()
-        self._widest = sys.maxsize if is_bfloat16 and not in_hardware else WIDEST
+        self._widest = sys.maxsize if is_bfloat16 else WIDEST
         self._widest_prompt = WIDEST_PROMPT if is_bfloat16 and in_hardware else self._widest
 
     def takes(self, rows: int) -> bool:
