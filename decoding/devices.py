@@ -6,6 +6,7 @@ does once per round (`read`). All other code is independent of the device, so th
 CPU; a test counts the lines here that only a GPU can run.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -192,8 +193,16 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
-            outputs = function()
+        # a graph that the garbage collector deletes meanwhile would spoil this one
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            # thread_local: other threads may use the card meanwhile
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                outputs = function()
+        finally:
+            if collects:
+                gc.enable()
 
     def replay() -> T:
         graph.replay()
