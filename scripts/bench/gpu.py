@@ -44,6 +44,7 @@ class Options:
     # a part ends within eight minutes if its last figure takes 80 s at most
     last_start: float = 400.0  # seconds after which no figure starts
     executions: str = "graph,eager,compiled"  # those that part `decode` measures
+    only: str = ""  # regular expression of the figures to measure; empty: all
 
 
 class Figures:
@@ -54,6 +55,7 @@ class Figures:
         self.path = ROOT / options.out / f"gpu_{options.part}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.began, self.last_start = time.perf_counter(), options.last_start
+        self.only = re.compile(options.only)
         self.failed: list[str] = []
         self.record: dict[str, Any] = {
             "benchmark": f"gpu_{options.part}",
@@ -74,7 +76,9 @@ class Figures:
         print(f"[{self.record['seconds']:6.1f} s] {name}: {json.dumps(value)}", flush=True)
 
     def in_time(self, name: str) -> bool:
-        """Return whether time is left for a figure; if not, record it as left out."""
+        """Return whether to measure a figure; record one that is left out for want of time."""
+        if not self.only.search(name):
+            return False
         if time.perf_counter() - self.began < self.last_start:
             return True
         self.add(name, "left out: the part's time was up")
@@ -121,6 +125,10 @@ def parse(words: list[str]) -> Options:
     if unknown:
         names = ", ".join(sorted(unknown))
         sys.exit(f"error: executions has '{names}', expected some of {', '.join(EXECUTIONS)}")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        sys.exit(f"error: only is '{options.only}', expected a regular expression ({error})")
     try:
         options.device = devices.device_of(options.device)
     except UserError as error:

@@ -13,13 +13,14 @@
 #              batch 8 and 45 beams; about 30 GB of the card, by estimate
 #   losses     memory and milliseconds of each loss at a vocabulary of 128,256, in chunks and eager;
 #              about 30 GB of the card, by estimate
-#   heads      EAGLE-3, DFlash and DSpark of an 8B target: training tokens/s and memory, milliseconds of a
+#   heads      EAGLE-3, P-EAGLE, DFlash, DSpark and SpecDiff of an 8B target: training tokens/s and memory, milliseconds of a
 #              round as graphs and eager; about 50 GB of the card, by estimate
 #
 # All parts import only torch, transformers, accelerate, safetensors and numpy. They write
 # scripts/bench/results/gpu_PART.json.
 #   DEVICE   cuda (default), cuda:N, or cpu for a trial (TOY=true for seconds instead of hours)
 #   LAST     seconds after which a part starts no figure (default 400)
+#   ONLY     regular expression of the figures to measure (default all)
 #   EXECUTIONS  those of part decode (default graph,eager,compiled)
 #   PYTHON   Python interpreter
 #   OUT      folder for a copy of the figures
@@ -37,7 +38,7 @@ for part in $parts; do
     *) echo "error: part '$part' is unknown, expected exact, decode, train, recurrent, losses, heads or all" >&2; exit 2 ;;
   esac
   "${PYTHON:-python3}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" \
-    "last_start=${LAST:-400}" "executions=${EXECUTIONS:-graph,eager,compiled}" || status=$?
+    "last_start=${LAST:-400}" "only=${ONLY:-}" "executions=${EXECUTIONS:-graph,eager,compiled}" || status=$?
 done
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT"

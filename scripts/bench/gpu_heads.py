@@ -1,13 +1,14 @@
-"""Part `heads`: training and rounds of EAGLE-3, DFlash and DSpark for an 8B target.
+"""Part `heads`: training and rounds of EAGLE-3, P-EAGLE and block drafters for an 8B target.
 
 Weights are random, in LLaMA-3.1-8B's shapes and the published heads' (a draft vocabulary of 32,000
-for EAGLE-3, all tokens for the others). Times do not depend on them; acceptance does, so a round is
-given with the tokens that it must emit to pay. The training step is that of heads.train in one
-process, with the target's states computed in every step.
+for EAGLE-3 and P-EAGLE, all tokens for the others). SpecDiff has DFlash's shape, reads no layers of
+the target, and fills a block in two passes. Times do not depend on the weights; acceptance does, so
+a round is given with the tokens that it must emit to pay. The training step is that of heads.train
+in one process, with the target's states computed in every step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +21,18 @@ from decoding.models.native.model import NativeTarget
 from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
-from heads.block.shape import ANCHOR_FIRST, BIDIRECTIONAL, FILL_IN, MARKOV, NONE, BlockConfig
+from heads.block.shape import (
+    ANCHOR_FIRST,
+    BIDIRECTIONAL,
+    EMBEDDING,
+    FILL_IN,
+    MARKOV,
+    NONE,
+    BlockConfig,
+)
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
+from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
 from scripts.bench.gpu_recurrent import Sizes, measure_rounds, measure_step
 from scripts.bench.gpu_training import TrainingSizes, measure_training, random_chats
@@ -40,7 +50,7 @@ TOY = TrainingSizes(
 )
 TREE = 60  # nodes of EAGLE-3's tree, as published
 DRAFTS_PER_ROW = 256
-BLOCKS = ("DFlash", "DSpark")
+BLOCKS = ("DFlash", "DSpark", "SpecDiff")
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class HeadCase:
     length: int  # drafted tokens of a chain, or depth of the tree
 
 
-def eagle(target: LlamaConfig, toy: bool) -> HeadCase:
-    """Return EAGLE-3 with a tree of TREE nodes."""
+def eagle(target: LlamaConfig, toy: bool, parallel: bool) -> HeadCase:
+    """Return P-EAGLE with a chain in one pass, or EAGLE-3 with a tree of TREE nodes."""
     taps, steps = default_taps(target.num_hidden_layers), 3 if toy else 7
     shape = EagleConfig(
         target.vocab_size,
@@ -70,8 +80,14 @@ def eagle(target: LlamaConfig, toy: bool) -> HeadCase:
         {"rope_type": "default", "rope_theta": 500_000.0},
         target.max_position_embeddings,
         draft_vocab_size=16 if toy else 32_000,
+        parallel=steps if parallel else 0,
+        mask_token_id=target.vocab_size - 1,
     )
     loss = HeadLossConfig(name="forward_kl", predict_n_tokens=steps, decay=0.8)
+    if parallel:
+        loss = replace(loss, depth_share=0.7)
+        name, make = f"P-EAGLE, chain of {steps}", lambda head: ParallelEagleDrafter(head=head)
+        return HeadCase(name, EagleHead(shape), EaglePredictions(), taps, loss, make, steps)
     nodes = 6 if toy else TREE
     return HeadCase(
         f"EAGLE-3, tree of {nodes}",
@@ -85,8 +101,8 @@ def eagle(target: LlamaConfig, toy: bool) -> HeadCase:
 
 
 def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
-    """Return DFlash with blocks of 16, or DSpark with blocks of 7 and a Markov head."""
-    is_dspark = name == "DSpark"
+    """Return DFlash or SpecDiff with blocks of 16, or DSpark with blocks of 7 and a Markov head."""
+    is_dspark, is_specdiff = name == "DSpark", name == "SpecDiff"
     size = (3 if toy else 7) if is_dspark else (4 if toy else 16)
     last, count = target.num_hidden_layers, 1 if toy else 5
     taps = tuple(2 + round(place * (last - 4) / max(count - 1, 1)) for place in range(count))
@@ -94,7 +110,7 @@ def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
         target.vocab_size,
         target.hidden_size,
         last,
-        tuple(min(tap, last) for tap in taps),
+        (EMBEDDING,) if is_specdiff else tuple(min(tap, last) for tap in taps),
         size,
         target.vocab_size - 1,
         target.num_attention_heads,
@@ -106,10 +122,13 @@ def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
         BIDIRECTIONAL,
         MARKOV if is_dspark else NONE,
         256 if is_dspark else 0,
+        denoising_steps=2 if is_specdiff else 0,
     )
     drafts = shape.num_drafts
     loss = HeadLossConfig(
-        predict_n_tokens=drafts, depth_weights="d_pace", drafts_per_row=DRAFTS_PER_ROW
+        predict_n_tokens=drafts,
+        depth_weights="decay" if is_specdiff else "d_pace",
+        drafts_per_row=DRAFTS_PER_ROW,
     )
     return HeadCase(
         f"{name}, block of {size}",
@@ -127,7 +146,8 @@ def cases(sizes: TrainingSizes, toy: bool, device: str) -> list[HeadCase]:
     """Return all cases, with their heads on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        made = [eagle(sizes.target, toy), *(block(sizes.target, toy, name) for name in BLOCKS)]
+        made = [eagle(sizes.target, toy, parallel) for parallel in (False, True)]
+        made += [block(sizes.target, toy, name) for name in BLOCKS]
     for case in made:
         case.head.to(sizes.dtype)
     return made
