@@ -92,6 +92,7 @@ few = ("chain", "recurrent", "pearl_virtual")
 gpu_exact.drafting_modes = lambda *given: {name: every(*given)[name] for name in few}
 gpu_exact.AT_SIZE = ["chain"]
 assert run("exact") == 0
+assert gpu.main(["part=heads", "device=cpu", "toy=true", f"out={out}/chosen", "only=^auto"]) == 0
 devices.no_waiting = Broken
 assert run("exact") == 1, "a wait breaks a promise"
 devices.no_waiting = waits
@@ -109,7 +110,8 @@ assert gpu.main(["--help"]) == 0
 shape = gpu_decode.TOY.target
 toy = random_models.random_target(shape, torch.float32, "cpu", 16)
 assert toy.num_parameters == parameter_counts(shape)["all"]
-for words in (["speed=9"], ["part=all"], ["device=cuda"], ["last_start=x"], ["executions=x"]):
+bad = ("speed=9", "part=all", "device=cuda", "last_start=x", "executions=x", "only=(")
+for words in [[word] for word in bad]:
     try:
         gpu.parse(words)
         raise AssertionError(words)
@@ -200,6 +202,8 @@ def test_every_line_runs_on_a_cpu_except_those_for_a_gpu(tmp_path: Path) -> None
         greedy = exact[figure]["greedy"]
         assert greedy["tokens"] > 0 and greedy["texts_that_differ"] == 0, figure
     assert exact["chain, float64, graph"]["token"]["waits"] == "none"
+    chosen = json.loads((tmp_path / "chosen" / "gpu_heads.json").read_text())["figures"]
+    assert [*chosen] == ["autoregressive, graph", "autoregressive, eager", "done"]
     train = json.loads((tmp_path / "both_sides.json").read_text())["figures"]
     assert train["ours over trainer"] > 0 and train["ours, round 1"]["losses"][0] > 0
     recurrent = json.loads((tmp_path / "gpu_recurrent.json").read_text())["figures"]
@@ -293,6 +297,7 @@ def test_an_unknown_part_is_refused() -> None:
     ("word", "error"),
     [
         ("executions=graph,fast", "executions has 'fast', expected some of graph, eager, compiled"),
+        ("only=(", r"only is '\(', expected a regular expression"),
         ("last_start=soon", "last_start is 'soon', expected a number of seconds"),
     ],
 )
