@@ -146,7 +146,8 @@ def test_template_and_memory_settings_reach_every_training_stage(experiment: str
 
 RECIPES = {
     **dict.fromkeys(
-        ("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "depth_sweep"), "distill.train"
+        ("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "vicuna_796m", "depth_sweep"),
+        "distill.train",
     ),
     **dict.fromkeys(("redrafter_vicuna_7b", "redrafter_chat24m"), "recurrent_drafting.train"),
     **dict.fromkeys(("smollm2_135m", "smollm2_135m_quick", "smollm2_135m_depths"), "distill.train"),
@@ -206,6 +207,18 @@ def test_recipes_of_smollm2_train_on_the_answers_that_they_share(experiment: str
     theirs = asked if experiment == first else compose_stages(first)[1]["distill.regenerate"]
     assert asked == theirs
     assert asked.target.path == "models/smollm2_135m"
+
+
+def test_a_chat_model_is_pruned_and_distilled_on_its_own_answers():
+    """Check that the recipe differs from that of a base model in the text alone."""
+    stages, found = (compose_stages(name)[1] for name in ("vicuna_796m", "llama_796m"))
+    answers = [f"{stages['distill.regenerate'].output_dir}/chats.json"]
+    for name in ("distill.prune", "distill.train"):
+        ours, theirs = stages[name], found[name]
+        assert (ours.data.chats, ours.data.max_samples) == (answers, 0), name
+        same = {"data": theirs.data, "target": theirs.target, "tracker": theirs.tracker}
+        loop = replace(ours.loop, max_epochs=theirs.loop.max_epochs)
+        assert replace(ours, **same, loop=loop, experiment=theirs.experiment) == theirs, name
 
 
 @pytest.mark.long
