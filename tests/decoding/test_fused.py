@@ -3,6 +3,7 @@
 Its equality with the eager step is in test_static.py. Shapes: B rows, N new tokens, V vocabulary.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
@@ -249,9 +250,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return the log of a compiler that copies a library built before, a line for each call."""
-    built = library.library_path()
     library.load_library()
-    shutil.copy(built, tmp_path / "built.so")
+    shutil.copy(library.find_libraries()[0], tmp_path / "built.so")
     script, log = tmp_path / "compiler", tmp_path / "log"
     copy = f'while [ $# -gt 1 ]; do shift; done; cp {shlex.quote(str(tmp_path))}/built.so "$1"'
     script.write_text(f"#!/bin/sh\necho called >> {shlex.quote(str(log))}\n{copy}\n")
@@ -272,7 +272,7 @@ def test_a_second_start_builds_nothing(copying: Path, fresh: Path) -> None:
     assert [file.suffix for file in fresh.iterdir()] == [".so"]
 
 
-def test_another_processor_and_a_torn_library_are_built_anew(
+def test_another_processors_library_is_built_anew(
     copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library.load_library()
@@ -280,11 +280,37 @@ def test_another_processor_and_a_torn_library_are_built_anew(
     library.load_library.cache_clear()
     library.load_library()
     assert calls(copying) == 2 and len(list(fresh.iterdir())) == 2
-    monkeypatch.setattr(library, "cpu_flags", lambda: ["a third"])
-    library.library_path().write_bytes(b"torn")
+
+
+LOADS = "from decoding.models.native.library import load_library; load_library().linear"
+
+
+@pytest.mark.parametrize("share", [1, 0.5, 0], ids=["whole", "half", "empty"])
+def test_a_torn_library_is_built_anew(copying: Path, fresh: Path, share: float) -> None:
+    """Load it in another process, which would end with SIGBUS if it mapped half a library."""
+    library.load_library()
+    [path] = library.find_libraries()
+    intact = path.read_bytes()
+    os.truncate(path, int(share * len(intact)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", LOADS], env=environment, timeout=100)
+    assert done.returncode == 0 and path.read_bytes() == intact
+    assert calls(copying) == (1 if share == 1 else 2)
+
+
+def test_a_library_that_does_not_load_is_built_anew(copying: Path, fresh: Path) -> None:
+    library.load_library()
+    [path] = library.find_libraries()
+    other = b"for another system"
+    digest = hashlib.sha256(other).hexdigest()[:20]
+    path.rename(fresh / "away")
+    path.with_name(f"{path.stem.rpartition('-')[0]}-{digest}.so").write_bytes(other)
     library.load_library.cache_clear()
     library.load_library()
-    assert calls(copying) == 3
+    assert calls(copying) == 2 and path.is_file()
+    library.load_library.cache_clear()
+    library.load_library()
+    assert calls(copying) == 2
 
 
 def test_a_library_that_a_compiler_built_before_is_used_without_one(

@@ -46,7 +46,7 @@ def refuse(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype not in CODES:
         known = ", ".join(str(each).removeprefix("torch.") for each in CODES)
         return f"it is for {known}, and the model is in {str(dtype).removeprefix('torch.')}"
-    if library.compiler() is None and not library.library_path().is_file():
+    if library.compiler() is None and not library.find_libraries():
         return "it needs a C++ compiler (install g++ or clang, or name one in CXX)"
     return None
 

@@ -1,7 +1,8 @@
 """The compiled library of the `fused` execution: built from `step.cpp` at first use, then cached.
 
-It is kept in the user's cache under a name of its source, flags and processor. Whichever compiler
-built it, a library of that name is used, so a machine without one can get it from another.
+It is kept in the user's cache under a name of its source, flags and processor, and of its content,
+so that a torn library is not loaded. Whichever compiler built it, a library of that name is used,
+so a machine without one can get it from another.
 """
 
 import ctypes
@@ -123,11 +124,31 @@ def compiler() -> str | None:
     return None
 
 
-def library_path() -> Path:
-    """Return where the library of this source and processor is kept."""
+def find_libraries() -> list[Path]:
+    """Return the intact libraries of this source and processor in the cache."""
+    return [path for path in sorted(cache_folder().glob(f"{_name()}-*.so")) if _is_intact(path)]
+
+
+def _name() -> str:
+    """Return the first part of a library's name; the rest is a hash of its content."""
     made_of = (SOURCE.read_text(), FLAGS, platform.machine(), *cpu_flags())
-    name = hashlib.sha256("\n".join(map(str, made_of)).encode()).hexdigest()[:20]
-    return cache_folder() / f"step-{name}.so"
+    return "step-" + hashlib.sha256("\n".join(map(str, made_of)).encode()).hexdigest()[:20]
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a library has the content of its name.
+
+    The dynamic linker maps a shortened file without an error, and reading past its end then kills
+    the process.
+    """
+    try:
+        return path.stem.endswith(f"-{_hash_of(path)}")
+    except OSError:
+        return False
+
+
+def _hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 @cache
@@ -137,11 +158,7 @@ def load_library() -> ctypes.CDLL:
     A torn library is built again. A cache that cannot be written is replaced by a temporary folder.
     Raises UserError if the compiler fails.
     """
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:  # it is missing or torn
-        library = _build_into(path)
+    library = _load_cached() or _build_into(cache_folder())
     library.forward_step.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Forward)]
     library.draft_chain.argtypes = [*library.forward_step.argtypes, ctypes.POINTER(Chain)]
     library.verify_chains.argtypes = [ctypes.POINTER(Verification)]
@@ -152,17 +169,27 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _build_into(path: Path) -> ctypes.CDLL:
-    """Return the library that is built for this path."""
+def _load_cached() -> ctypes.CDLL | None:
+    for path in find_libraries():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # it was built for another version of the system's libraries
+            continue
+    return None
+
+
+def _build_into(cached: Path) -> ctypes.CDLL:
+    """Return the library, which is built and then kept in this folder."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=".building-", dir=path.parent)
+        cached.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=".building-", dir=cached)
     except OSError:
         folder = tempfile.mkdtemp(prefix="shallow-draft-")
-        path = Path(folder) / path.name
+        cached = Path(folder)
     built = Path(folder) / "step.so"
     try:
         _build(built)
+        path = cached / f"{_name()}-{_hash_of(built)}.so"
         built.replace(path)  # at once, as other processes may build it too
         return ctypes.CDLL(str(path))
     finally:
