@@ -67,11 +67,12 @@ def _row(
 ) -> EngineRow:
     arm, records = trial.arm, by_trial[trial]
     drafter = facts.get(arm.drafter)
-    equality = _equality(trial, condition, records, run.dtype, verdicts)
+    backend = f"{arm.engine} {versions.get(arm.engine, run.backend)}"
+    equality = _equality(trial, condition, records, run.dtype, backend, verdicts)
     return EngineRow(
         **{name: vars(run)[name] for name in OF_RUN},
         **vars(arm),
-        backend=f"{arm.engine} {versions.get(arm.engine, run.backend)}",
+        backend=backend,
         drafter_layers=drafter.layers if drafter else 0,
         drafter_parameters=drafter.parameters if drafter else 0,
         drafter_dtype=drafter.dtype if drafter else "",
@@ -180,6 +181,7 @@ def _equality(
     condition: Condition,
     records: Sequence[EngineRecord],
     dtype: str,
+    backend: str,
     verdicts: Sequence[Verdict],
 ) -> Equality:
     """Return whether the outputs are the target's own, or what a test of the sampling found."""
@@ -188,7 +190,7 @@ def _equality(
         return Equality(EQUAL, "the target's own")
     if condition.temperature == 0 or arm.engine == OURS:
         generations = [one for record in records for one in record.generations]
-        return judge(generations, verify=trial.rule, dtype=dtype)
+        return judge(generations, verify=trial.rule, dtype=dtype, backend=backend)
     for verdict in verdicts:
         place = (verdict.engine, verdict.method, verdict.temperature)
         if place == (arm.engine, arm.method, condition.temperature):

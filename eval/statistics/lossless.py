@@ -51,12 +51,12 @@ def is_compared(temperature: float, verify: str) -> bool:
     return temperature == 0 or verify == "coupled"
 
 
-def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str = "") -> Equality:
+def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str) -> Equality:
     """Judge whether a drafter's outputs under one condition equal the target's.
 
     records: at least one. verify: the rule at temperatures above 0. dtype: the target's dtype.
-    backend: as in `Target`. The fused step gives a token the same bits in any forward, so equal
-    outputs in half precision are no coincidence there.
+    backend: as in `Target`, or an engine's name and version. Our fused step gives a token the same
+    bits in any forward, so equal outputs in half precision are no coincidence there.
     """
     if is_lossy(verify) and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")

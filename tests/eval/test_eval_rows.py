@@ -4,6 +4,9 @@ import dataclasses
 
 import pytest
 
+from eval.engines.plan import EngineArm
+from eval.engines.records import EngineRecord
+from eval.engines.rows import build_engine_rows
 from eval.measure.records import append_lines, read_records
 from eval.report import tables, text
 from eval.statistics.lossless import judge
@@ -246,29 +249,62 @@ def differing(record, at, gap):
     return type(record)(**{**record.__dict__, "differs_at": at, "gap": gap})
 
 
+def judged(records, **changes):
+    return judge(
+        records, **{"verify": "token", "dtype": "float32", "backend": "native", **changes}
+    ).word
+
+
 def test_equality_is_judged_by_rule_tie_and_dtype(records):
     greedy = [r for r in records if r.temperature == 0 and r.drafter == "simulated-good"]
     sampled = [r for r in records if r.temperature == 1 and r.drafter == "simulated-good"]
-    assert judge(greedy, verify="token", dtype="float32").word == "equal"
-    assert judge(sampled, verify="token", dtype="float32").word == "by rule"
-    assert judge(sampled, verify="coupled", dtype="float32").word == "equal"
-    assert (
-        judge([*greedy, differing(greedy[0], 9, 5e-5)], verify="token", dtype="float32").word
-        == "ties"
-    )
-    assert (
-        judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="float32").word
-        == "differs"
-    )
-    assert (
-        judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word
-        == "half precision"
-    )
+    far = [*greedy, differing(greedy[0], 9, 5e-3)]
+    assert judged(greedy) == "equal"
+    assert judged(sampled) == "by rule"
+    assert judged(sampled, verify="coupled") == "equal"
+    assert judged([*greedy, differing(greedy[0], 9, 5e-5)]) == "ties"
+    assert judged(far) == "differs"
+    assert judged(far, dtype="bfloat16") == "half precision"
     # not equal, although the texts are
-    assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"
-    fused = {"verify": "token", "dtype": "bfloat16", "backend": "native fused"}
-    assert judge(greedy, **fused).word == "equal"
-    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], **fused).word == "half precision"
-    many = [differing(record, 9, 5e-5) for record in greedy[:10]]
+    assert judged(greedy, dtype="bfloat16") == "half precision"
+    fused = {"dtype": "bfloat16", "backend": "native fused"}
+    assert judged(greedy, **fused) == "equal"
+    assert judged(far, **fused) == "half precision"
     # more differences than ties can explain
-    assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"
+    assert judged([*greedy, *(differing(record, 9, 5e-5) for record in greedy[:10])]) == "differs"
+
+
+def engine_record(arm, tokens):
+    return EngineRecord(
+        **vars(arm),
+        rule="greedy",
+        ignore_eos=True,
+        temperature=0.0,
+        batch_size=1,
+        unit=0,
+        turn=0,
+        sample=0,
+        prompt_ids=["simulated-0"],
+        outputs=[tokens],
+        seconds=1.0,
+        first_token_seconds=[None],
+        **dict.fromkeys(("rounds", "drafted", "accepted", "tested_by_depth", "accepted_by_depth")),
+        differs_at=[None],
+        gaps=[None],
+    )
+
+
+@pytest.mark.parametrize("backend", ["native fused", "native"])
+def test_the_tables_of_drafters_and_of_engines_judge_our_texts_alike(records, backend):
+    facts = {name: fact for name, (_, fact, _) in DRAFTERS.items()}
+    run = simulated.run_facts(dtype="bfloat16", backend=backend)
+    drafted = pick(build_rows(run, facts, simulated.slices(), records), "simulated-good")
+    draft = EngineArm("ours", "draft_model", "simulated-good", 4)
+    other = EngineArm("vllm")
+    arms = [EngineArm("ours"), draft, other]
+    measured = [engine_record(arm, list(range(64))) for arm in arms]
+    versions = {"vllm": "0.20"}
+    rows = build_engine_rows(run, facts, measured, arms, versions, [], ignore_eos=True)
+    assert rows[1].lossless == drafted.lossless
+    assert drafted.lossless == ("equal" if backend == "native fused" else "half precision")
+    assert rows[2].lossless == "half precision"  # the control: only our fused step promises it
