@@ -320,12 +320,11 @@ def test_a_library_that_a_compiler_built_before_is_used_without_one(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX")
     library.load_library.cache_clear()
-    assert library.compiler() is None
     assert fused.refuse(torch.float32, torch.device("cpu")) is None
     library.load_library()
     assert calls(copying) == 1
     monkeypatch.setattr(library, "cpu_flags", lambda: ["another"])  # the control
-    assert "needs a C++ compiler" in str(fused.refuse(torch.float32, torch.device("cpu")))
+    assert "there is no C++ compiler" in str(fused.refuse(torch.float32, torch.device("cpu")))
 
 
 def test_a_cache_that_cannot_be_written_is_replaced(copying: Path, fresh: Path) -> None:
@@ -339,10 +338,41 @@ def test_no_compiler_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(UserError, match="needs a C.. compiler .install g.. or clang.*eager"):
+    with pytest.raises(UserError, match="no C.. compiler .install g.. or clang.*eager"):
         load_target(chat24m, execution="fused")
-    with pytest.warns(UserWarning, match="decoding operation by operation.*needs a C.. compiler"):
+    with pytest.warns(UserWarning, match="decoding operation by operation.*no C.. compiler"):
         assert load_target(chat24m).backend == "native"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "g++-none -m64",
+            "CXX is 'g[+][+]-none -m64', and there is no program g[+][+]-none .*unset",
+        ),
+        ("g++ '-m64", "which is no command .No closing quotation"),
+    ],
+)
+def test_a_compiler_in_cxx_that_cannot_be_run_is_named(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, chat24m: Path, given: str, words: str
+) -> None:
+    """Check that no other compiler takes its place in silence."""
+    monkeypatch.setenv("CXX", given)
+    with pytest.raises(UserError, match=f"'fused' does not work here: .*{words}"):
+        load_target(chat24m, execution="fused")
+    with pytest.warns(UserWarning, match=f"the fused step cannot run: .*{words}"):
+        assert choose_execution(chat24m, backend="native", dtype="float32", device="cpu") == "eager"
+    with pytest.raises(UserError, match=words):
+        library.load_library()
+
+
+def test_words_after_the_compiler_in_cxx_are_its_first_arguments(
+    copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", f"env SHALLOW=1 {os.environ['CXX']}")
+    library.load_library()
+    assert calls(copying) == 1
 
 
 def test_a_compiler_that_fails_is_shown_with_its_words(

@@ -46,8 +46,10 @@ def refuse(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype not in CODES:
         known = ", ".join(str(each).removeprefix("torch.") for each in CODES)
         return f"it is for {known}, and the model is in {str(dtype).removeprefix('torch.')}"
-    if library.compiler() is None and not library.find_libraries():
-        return "it needs a C++ compiler (install g++ or clang, or name one in CXX)"
+    try:
+        library.compiler()
+    except UserError as error:
+        return None if library.find_libraries() else str(error)
     return None
 
 

@@ -116,12 +116,25 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(base) / "shallow_draft"
 
 
-def compiler() -> str | None:
-    """Return the path of the C++ compiler: CXX, else c++, g++ or clang++; None if there is none."""
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
-    return None
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler: CXX, else c++, g++ or clang++.
+
+    Raises UserError if CXX cannot be run, and if there is no compiler.
+    """
+    given = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise UserError(f"CXX is {given!r}, which is no command ({error}; correct it)") from error
+    if words and shutil.which(words[0]) is None:
+        raise UserError(
+            f"CXX is {given!r}, and there is no program {words[0]} (name another compiler, or "
+            f"unset CXX)"
+        )
+    found = words or [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    if not found:
+        raise UserError("there is no C++ compiler (install g++ or clang, or name one in CXX)")
+    return found
 
 
 def find_libraries() -> list[Path]:
@@ -156,7 +169,7 @@ def load_library() -> ctypes.CDLL:
     """Return the compiled step, which is built if this machine has not built it yet.
 
     A torn library is built again. A cache that cannot be written is replaced by a temporary folder.
-    Raises UserError if the compiler fails.
+    Raises UserError if there is no compiler or it fails.
     """
     library = _load_cached() or _build_into(cache_folder())
     library.forward_step.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Forward)]
@@ -197,7 +210,7 @@ def _build_into(cached: Path) -> ctypes.CDLL:
 
 
 def _build(library: Path) -> None:
-    command = [compiler() or "c++", *shlex.split(FLAGS), str(SOURCE), "-o", str(library)]
+    command = [*compiler(), *shlex.split(FLAGS), str(SOURCE), "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
         words = done.stderr.strip()[-2000:] if done.returncode else ""
