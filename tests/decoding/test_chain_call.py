@@ -43,15 +43,16 @@ def drafter(
     restricted: bool = False,
     twins: bool = False,
     noise: float = 0.0,
+    scale: float = 1.0,
 ) -> ChainDrafter:
     """Return a drafter.
 
     steps: whether to draft by steps. restricted: to a draft vocabulary. twins: whether logits of
-    tokens 2n and 2n + 1 are equal.
+    tokens 2n and 2n + 1 are equal. scale: factor of the logits.
     """
     made = hf_model("llama", layers=1, **SIZES)
     config, state = made.config.to_dict(), made.state_dict()
-    state["lm_head.weight"] = made.lm_head.weight + noise
+    state["lm_head.weight"] = scale * made.lm_head.weight + noise
     if twins:
         state["lm_head.weight"][1::2] = state["lm_head.weight"][::2]
     if restricted:
@@ -154,6 +155,16 @@ def test_a_call_samples_what_steps_do(
         torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-9)
     another, _ = sampled(drafter(dtype, restricted=restricted, twins=True), vocab_size)
     assert not equal(one, another)  # the control
+
+
+def test_a_token_far_below_the_likeliest_has_probability_zero() -> None:
+    """Check that it is 0 where it is in the steps, as a sampling rule divides by it."""
+    (_, one_q), (_, other_q) = (
+        sampled(drafter(steps=steps, scale=300.0), VOCABULARY) for steps in (False, True)
+    )
+    zeros = [reference == 0 for reference in other_q]
+    assert any(each.any() for each in zeros) and not all(each.all() for each in zeros)
+    assert all((mine[each] == 0).all() for mine, each in zip(one_q, zeros, strict=True))
 
 
 def test_a_call_samples_nothing_from_a_model_with_nan() -> None:

@@ -71,6 +71,29 @@ def test_a_call_verifies_as_the_rule_does(
     assert accepted > 5 and rejected > 5  # the control: rounds of both kinds occur
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("excluded", [float("-inf"), -1.0], ids=["excluded", "unlikely"])
+def test_an_excluded_token_has_probability_zero(excluded: float, dtype: torch.dtype) -> None:
+    """Reject one that the drafter samples almost never, when the residual is zero all over.
+
+    In the control the other tokens are only unlikely, and the residual is theirs.
+    """
+    chooser = TokenChooser(Warper(1.0), "token", 0, V, CPU)
+    logits_BNV = torch.full((1, 2, V), excluded, dtype=dtype).index_fill_(2, torch.tensor(7), 2.0)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    q_BNV = torch.zeros(1, 1, V, dtype=sums)
+    q_BNV[..., 7] = 1.0
+    proposal = Proposal(torch.tensor([[250]]), [1], q_BNV=q_BNV)
+    emitted = set()
+    for number in range(20):
+        chooser.begin([5], [number], [11], 2)
+        q_BNV[..., 250] = (2e-38, 1e-30)[number % 2]
+        outcome, _ = verify_chains(logits_BNV, proposal, chooser)
+        assert outcome == RULES["token"](logits_BNV, proposal, chooser)
+        emitted |= set(outcome.tokens_B[0])
+    assert (emitted == {7}) == (excluded != -1.0)
+
+
 def test_rules_that_it_does_not_know_are_left_to_python() -> None:
     known = [verifies(TokenChooser(Warper(1.0), rule, 0, V, CPU)) for rule in ("block", "coupled")]
     assert known == [False, False]

@@ -399,7 +399,9 @@ inline void product(const T* weight, const T* bias, int64_t O, int64_t K, const 
 inline double exponential(double x) { return std::exp(x); }
 
 // e^x as 2^n times a polynomial of degree 6 in the rest, with a relative error below 2e-7. V: a float or a
-// vector of them, I: as many 32-bit integers.
+// vector of them, I: as many 32-bit integers. At LOWEST the power is 2^-127, whose bits are those of 0, so
+// that excluded tokens have no probability.
+constexpr float LOWEST = -88.0f, HIGHEST = 88.0f;
 template <typename V, typename I, typename Convert>
 inline V exponential_of(V x, const Convert& to_integers) {
   const V shift = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
@@ -419,13 +421,13 @@ inline V exponential_of(V x, const Convert& to_integers) {
 }
 
 inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // keeps NaN
+  x = x < LOWEST ? LOWEST : x > HIGHEST ? HIGHEST : x;  // keeps NaN
   return exponential_of<float, int32_t>(x, [](float n) { return int32_t(n); });
 }
 
 inline Vector<float> exponential(Vector<float> x) {
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  const Vector<float> lowest = Vector<float>{} - 87.0f, highest = Vector<float>{} + 88.0f;
+  const Vector<float> lowest = Vector<float>{} + LOWEST, highest = Vector<float>{} + HIGHEST;
   x = x < lowest ? lowest : x > highest ? highest : x;
   return exponential_of<Vector<float>, Integers>(
       x, [](Vector<float> n) { return __builtin_convertvector(n, Integers); });
