@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Chooser, Drafter, Policies, Proposal, Tokens
@@ -15,9 +14,6 @@ from decoding.sampling.token_chooser import likeliest_chooser
 from eval.engines.plan import Trial
 from eval.measure.measurement import Bench
 from eval.statistics.metrics import add_by_depth
-from heads.block.drafter import BlockDrafter
-from heads.eagle.drafter import EagleDrafter
-from heads.medusa.drafter import MedusaDrafter
 from serving.engines.interface import Answer, BatchResult, Sampling
 
 
@@ -36,12 +32,23 @@ class PointMassDrafter(ChainDrafter):
         return super().propose(sequences_B, budgets_B, stopping_B, likeliest_chooser(chooser))
 
 
+@runtime_checkable
+class HasChains(Protocol):
+    """A trained head that drafts trees or chains of several lengths."""
+
+    def as_chain(self, children: str) -> Drafter:
+        """Return a drafter of chains of a fixed length with the same head.
+
+        children: `sampled`, or `top_k` for the likeliest tokens at any temperature.
+        """
+
+
 class OurEngine:
     """Our loop with the models of a bench."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self._chains: dict[tuple[str, bool], Drafter] = {}
+        self._chains: dict[tuple[str, bool], Drafter | None] = {}
 
     def decode(
         self,
@@ -83,29 +90,20 @@ class OurEngine:
 
     def _drafter(self, trial: Trial) -> Drafter | None:
         """Return the drafter of a trial, as a chain of the engine's rule; each is made once."""
-        name, likeliest = trial.arm.drafter, trial.rule == "point_mass"
-        drafter = self.bench.drafters.get(name)
-        make = _chain_of(drafter, likeliest)
-        if make is None:
-            return drafter
-        if (name, likeliest) not in self._chains:
-            self._chains[name, likeliest] = make(name=name)
-        return self._chains[name, likeliest]
+        place = (trial.arm.drafter, trial.rule == "point_mass")
+        if place not in self._chains:
+            self._chains[place] = _chain_of(self.bench.drafters.get(place[0]), place[1])
+        return self._chains[place]
 
 
-def _chain_of(drafter: Drafter | None, likeliest: bool) -> Callable[..., Drafter] | None:
-    """Return what makes a drafter of fixed chains with another's model; None: it is one itself.
+def _chain_of(drafter: Drafter | None, likeliest: bool) -> Drafter | None:
+    """Return a drafter of chains of a fixed length with another's model.
 
     likeliest: whether it drafts the likeliest tokens at any temperature. Trees, and lengths chosen
     by costs or by a confidence, are features of our loop alone.
     """
-    options: dict[str, Any] = {"shape": "chain", "children": "top_k" if likeliest else "sampled"}
-    if isinstance(drafter, MedusaDrafter):
-        return partial(MedusaDrafter, heads=drafter.heads, **options)
-    if isinstance(drafter, EagleDrafter):
-        return partial(EagleDrafter, head=drafter.cache.head, **options)
-    if isinstance(drafter, BlockDrafter):
-        return partial(BlockDrafter, head=drafter.head, **options)
+    if isinstance(drafter, HasChains):
+        return drafter.as_chain("top_k" if likeliest else "sampled")
     if isinstance(drafter, ChainDrafter) and likeliest:
-        return partial(PointMassDrafter, model=drafter.model)
-    return None
+        return PointMassDrafter(model=drafter.model, name=drafter.name)
+    return drafter

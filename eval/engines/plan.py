@@ -18,7 +18,8 @@ from serving.engines.heads import ServedHead, served_head
 from serving.engines.registry import ENGINES, OURS
 
 DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
-GREEDY, DRAFT_MODEL = "greedy", "draft_model"
+DRAFT_MODEL = "draft_model"
+GREEDY, TOKEN = "greedy", "token"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Trial:
     """One decoding of every prompt by an arm."""
 
     arm: EngineArm
-    rule: str  # greedy, or at temperatures above 0 token | point_mass
+    # greedy, or at temperatures above 0 token | point_mass; without drafts `token` only samples
+    rule: str
     ignore_eos: bool
 
 
@@ -70,11 +72,11 @@ class EnginePlan:
             return Trial(arm, GREEDY if greedy else rule, ignore_eos)
 
         own = [EngineArm(OURS), *(arm for arm in self.arms if arm.engine == OURS)]
-        found = [trial(arm, "token", ignored) for arm in own]
+        found = [trial(arm, TOKEN, ignored) for arm in own]
         for arm in self.arms:
             if arm.engine == OURS or not _runs(arm, condition):
                 continue
-            rule = ENGINES[arm.engine].rule
+            rule = ENGINES[arm.engine].rule if arm.drafter else TOKEN
             found.append(trial(arm, rule, ignored))
             if arm.loads_drafter:
                 ours = dataclasses.replace(arm, engine=OURS)
@@ -88,7 +90,7 @@ def _runs(arm: EngineArm, condition: Condition) -> bool:
         return True
     engine = ENGINES[arm.engine]
     fits_batch = condition.batch_size == 1 or engine.drafts_batches
-    return fits_batch and (condition.temperature == 0 or engine.drafts_samples)
+    return fits_batch and (condition.temperature == 0 or bool(engine.rule))
 
 
 def engine_names(cfg: EvalConfig) -> list[str]:
@@ -160,7 +162,7 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
     not_run += [
         f"drafters in {engine} at temperatures above 0: its rule for sampled drafts is unknown"
         for engine in others
-        if max(cfg.temperatures) > 0 and not ENGINES[engine].drafts_samples
+        if max(cfg.temperatures) > 0 and not ENGINES[engine].rule
     ]
     folders = {name: loaded.folders[name][0] for name in methods}
     return EnginePlan(arms, folders, not_run)

@@ -114,6 +114,10 @@ class BlockDrafter:
         self._plans: ChainPlans | None = None  # of chains, with costs
         self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
 
+    def as_chain(self, children: str) -> "BlockDrafter":
+        """Return a drafter of chains with the same head, which no costs or confidence shorten."""
+        return BlockDrafter(head=self.head, children=children, name=self.name)
+
     def width(self, gamma: int) -> int:
         """Return the number of tokens of a chain, or the largest number of nodes of a tree."""
         depth = min(gamma, self.config.num_drafts)

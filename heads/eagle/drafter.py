@@ -104,6 +104,11 @@ class EagleDrafter(RankedTree):
         """The head and the rows' elements."""
         return cast(HeadCache, self.model)
 
+    def as_chain(self, children: str) -> "EagleDrafter":
+        """Return a drafter of chains with the same head; raise UserError for one of P-EAGLE."""
+        head = self.cache.head
+        return EagleDrafter(head=head, shape="chain", children=children, name=self.name)
+
     def width(self, gamma: int) -> int:
         """Return the maximum number of tokens in a proposal of draft length or depth `gamma`."""
         return gamma if self._chain else super().width(gamma)

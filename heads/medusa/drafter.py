@@ -110,6 +110,10 @@ class MedusaDrafter(HeadDrafter):
         # index among its siblings: sampled children are ordered by their samples, not by rank
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self._paths)}
 
+    def as_chain(self, children: str) -> "MedusaDrafter":
+        """Return a drafter of chains with the same heads."""
+        return MedusaDrafter(heads=self.heads, shape="chain", children=children, name=self.name)
+
     @property
     def depth(self) -> int:
         """Depth of the tree."""

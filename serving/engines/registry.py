@@ -23,12 +23,12 @@ class Engine:
     module: str  # that its Python environment must have
     install: str  # command that installs it
     # rule by which sampling tests drafted tokens: token (by p / q), or point_mass (the draft is the
-    # drafter's likeliest token, accepted with the target's probability)
+    # drafter's likeliest token, accepted with the target's probability); empty: it is not known, so
+    # drafts are measured at temperature 0 alone
     rule: str
     python: str = ""  # interpreter below the project's folder; empty: the one that runs us
     runs_here: bool = False  # its module is imported by us, so no other interpreter helps
     drafts_batches: bool = True  # false: drafts for one prompt at a time
-    drafts_samples: bool = True  # false: drafts at temperature 0 only
     heads: tuple[str, ...] = ()  # kinds of trained heads that it runs, as methods of these names
     # whether sampling with a drafter is tested against the exact distribution in each run
     distribution_is_tested: bool = False
@@ -68,8 +68,7 @@ ENGINES: dict[str, Engine] = {
         worker="openvino_worker.py",
         module="openvino_genai",
         install="./scripts/engines/openvino.sh",
-        rule="token",  # not used
-        drafts_samples=False,  # by an unknown rule: see its worker
+        rule="",  # see its worker
         python=".venv-openvino/bin/python",
     ),
 }

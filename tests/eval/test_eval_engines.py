@@ -29,7 +29,7 @@ from eval.engines.agreement import (
 )
 from eval.engines.measure import FILE, EngineSession
 from eval.engines.ours import OurEngine
-from eval.engines.plan import plan_engines
+from eval.engines.plan import EngineArm, EnginePlan, plan_engines
 from eval.engines.rows import build_engine_rows
 from eval.measure.records import Condition
 from eval.measure.setup import load
@@ -256,6 +256,19 @@ def test_heads_are_planned_as_chains_in_engines_that_run_them(
     assert len(result.tested_by_depth) <= length
     with pytest.raises(UserError, match="engine is hf, which measures none of the drafters.*head"):
         plan_engines(dataclasses.replace(cfg, engine="hf"), loaded)
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts"), [("openvino", []), ("vllm", ["point_mass"]), ("hf", ["token"])]
+)
+def test_sampled_drafts_follow_the_rule_of_the_engine_and_need_a_known_one(
+    engine_home, engine, drafts
+):
+    arms = [EngineArm(engine), EngineArm(engine, "ngram", CONTROL, 3)]
+    plan = EnginePlan(arms, {}, [])
+    for temperature, rules in ((0.0, ["greedy", "greedy"]), (1.0, ["token", *drafts])):
+        found = plan.trials(engine_config(engine_home, "rules"), Condition(temperature, 1))
+        assert [trial.rule for trial in found if trial.arm.engine == engine] == rules
 
 
 def test_a_head_that_vllm_refuses_is_named_with_its_words(engine_home, tmp_path):
