@@ -60,8 +60,7 @@ class Forward(ctypes.Structure):
         ("parents", ctypes.c_void_p),
         ("lengths", ctypes.POINTER(ctypes.c_int64)),
         ("columns", ctypes.POINTER(ctypes.c_int32)),
-        ("hidden", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "nodes")),
     ]
 
 

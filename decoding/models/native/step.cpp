@@ -579,6 +579,7 @@ struct Forward {
   const int32_t* columns;  // (layers + 1,) place of each layer's hidden states in `hidden`, or -1
   void* hidden;            // (B, N, taps * C) of the model's dtype
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
+  const int32_t* nodes;    // (B,) the one node of each row whose logits are wanted, as (B, V); null: all nodes
 };
 
 // The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.
@@ -677,8 +678,14 @@ class Step {
     if (f_.columns[m_.layers] >= 0)
       for (int row = rank; row < M_; row += team_.size()) save(normed + row * m_.C, m_.layers, row);
     if (f_.logits == nullptr) return;
+    if (f_.nodes != nullptr)
+      for (int b = 0; b < f_.B; ++b) {
+        const Input<T>* last = normed + (b * f_.N + f_.nodes[b]) * m_.C;
+        std::copy(last, last + m_.C, normed + b * m_.C);
+      }
     A* logits = static_cast<A*>(f_.logits);
-    product(static_cast<const T*>(m_.head), static_cast<const T*>(nullptr), m_.V, m_.C, normed, M_, *pieces,
+    const int rows = f_.nodes == nullptr ? M_ : f_.B;
+    product(static_cast<const T*>(m_.head), static_cast<const T*>(nullptr), m_.V, m_.C, normed, rows, *pieces,
             [&](int row, int64_t output, int count, const A* values) {
               std::copy(values, values + count, logits + row * int64_t(m_.V) + output);
             });
@@ -1033,18 +1040,20 @@ template <typename T>
 bool run_chain(const Model& model, Forward forward, const Chain& chain) {
   static std::vector<Sum<T>> logits;
   std::vector<int64_t> tokens(forward.B);
-  logits.resize(std::max(logits.size(), size_t(forward.B) * forward.N * model.V));
-  forward.logits = logits.data();
+  std::vector<int32_t> last(forward.B);
+  for (int b = 0; b < forward.B; ++b) last[b] = std::max(chain.unseen[b], 1) - 1;
+  logits.resize(std::max(logits.size(), size_t(forward.B) * model.V));
+  forward.logits = logits.data(), forward.nodes = last.data();
   for (int step = chain.first; step < chain.last; ++step) {
     if (step > 0) {
       for (int b = 0; b < forward.B; ++b) tokens[b] = chain.drafted[int64_t(b) * (chain.width + 1) + step];
-      forward.N = 1, forward.tokens = tokens.data();
+      forward.N = 1, forward.tokens = tokens.data(), forward.nodes = nullptr;
     }
     if (!is_valid(model, forward)) return false;
     run_step<T>(model, forward);
     for (int b = 0; b < forward.B; ++b) {
       const int kept = step == 0 ? chain.unseen[b] : chain.counts[b] > step;
-      choose(logits.data() + (int64_t(b) * forward.N + std::max(kept, 1) - 1) * model.V, chain, b, step);
+      choose(logits.data() + int64_t(b) * model.V, chain, b, step);
       chain.lengths[b] += kept;
       chain.drafted[int64_t(b) * (chain.width + 1)] = chain.tips[b];
     }
