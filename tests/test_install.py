@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from jobs.schemas import SCHEMAS
 ROOT = Path(__file__).resolve().parents[1]
 EDITABLE = "__editable__*"  # files that lead an installation back to the checkout
 MOST_MEGABYTES = 16
+STEP = "decoding/models/native/step"
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0"
 # job -> arguments that its dry run needs
 DRY_RUNS = {
@@ -111,6 +113,12 @@ def output(installed: Path, folder: Path, command: str) -> str:
 def test_the_wheel_is_small(wheel: Path):
     assert wheel.stat().st_size < MOST_MEGABYTES * 1e6
     assert wheel.name.startswith("shallow_draft-0.2.0-")
+
+
+def test_the_wheel_has_the_sources_of_the_fused_step(wheel: Path):
+    with zipfile.ZipFile(wheel) as contents:
+        found = {name for name in contents.namelist() if name.startswith(f"{STEP}/")}
+    assert found == {f"{STEP}/{file.name}" for file in (ROOT / STEP).iterdir()}
 
 
 def test_the_checkout_is_out_of_reach(installed: Path, folder: Path):

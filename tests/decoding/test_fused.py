@@ -282,6 +282,19 @@ def test_another_processors_library_is_built_anew(
     assert calls(copying) == 2 and len(list(fresh.iterdir())) == 2
 
 
+@pytest.mark.parametrize("changed", [file.name for file in sorted(library.SOURCES.iterdir())])
+def test_a_change_in_any_source_file_is_built_anew(
+    copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
+) -> None:
+    library.load_library()
+    sources = tmp_path / "step"
+    shutil.copytree(library.SOURCES, sources)
+    monkeypatch.setattr(library, "SOURCES", sources)
+    assert library.find_libraries()  # the control
+    (sources / changed).write_text((sources / changed).read_text() + "// changed\n")
+    assert not library.find_libraries()
+
+
 LOADS = "from decoding.models.native.library import load_library; load_library().linear"
 
 

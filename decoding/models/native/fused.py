@@ -1,7 +1,7 @@
 """The `fused` execution on a CPU: each forward over few tokens is one call of compiled C++.
 
-`step.cpp` has the whole step, from the embedding to the logits, and says how; library.py builds it.
-This module hands it the addresses of weights and cache. The eager version is
+The folder `step` has the whole step, from the embedding to the logits, and its step.cpp says how;
+library.py builds it. This module hands it the addresses of weights and cache. The eager version is
 `NativeTarget.through_layers`, which also runs where there is no compiler.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, S slots
@@ -22,7 +22,7 @@ from decoding.models.native.library import Forward, load_library
 from decoding.models.native.linear import PlainLinear, multiplies_bfloat16
 from decoding.models.native.weights import Layer, Weights
 
-# The types of weights, by their numbers in step.cpp, and in which their products are summed.
+# The types of weights, by their numbers in structures.h, and in which their products are summed.
 SUM_DTYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,

@@ -1,4 +1,4 @@
-"""The compiled library of the `fused` execution: built from `step.cpp` at first use, then cached.
+"""The compiled library of the `fused` execution: built from `step` at first use, then cached.
 
 It is kept in the user's cache under a name of its source, flags and processor, and of its content,
 so that a torn library is not loaded. Whichever compiler built it, a library of that name is used,
@@ -19,12 +19,12 @@ from pathlib import Path
 from decoding.errors import UserError
 from decoding.models.native.linear import cpu_flags
 
-SOURCE = Path(__file__).with_name("step.cpp")
+SOURCES = Path(__file__).with_name("step")  # whose step.cpp includes the headers
 FLAGS = "-std=c++20 -O2 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread"
 COMPILE_SECONDS = 300  # after which a compiler is taken for stuck
 
 
-# Structures of step.cpp, which explains them ----------------------------------------------
+# Structures of step/structures.h, which explains them -------------------------------------
 
 
 class Layer(ctypes.Structure):
@@ -143,7 +143,8 @@ def find_libraries() -> list[Path]:
 
 def _name() -> str:
     """Return the first part of a library's name; the rest is a hash of its content."""
-    made_of = (SOURCE.read_text(), FLAGS, platform.machine(), *cpu_flags())
+    sources = (SOURCES / "step.cpp", *sorted(SOURCES.glob("*.h")))
+    made_of = (*(path.read_text() for path in sources), FLAGS, platform.machine(), *cpu_flags())
     return "step-" + hashlib.sha256("\n".join(map(str, made_of)).encode()).hexdigest()[:20]
 
 
@@ -209,7 +210,7 @@ def _build_into(cached: Path) -> ctypes.CDLL:
 
 
 def _build(library: Path) -> None:
-    command = [*compiler(), *shlex.split(FLAGS), str(SOURCE), "-o", str(library)]
+    command = [*compiler(), *shlex.split(FLAGS), str(SOURCES / "step.cpp"), "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
         words = done.stderr.strip()[-2000:] if done.returncode else ""

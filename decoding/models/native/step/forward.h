@@ -1,0 +1,252 @@
+// A forward over new tokens by a team of threads, from the embedding to the logits.
+//
+// Shapes: those of structures.h, and M = B * N.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "functions.h"
+#include "products.h"
+#include "structures.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+template <typename T>
+class Step {
+  using A = Sum<T>;
+
+ public:
+  Step(const Model& model, const Forward& forward, Team& team, std::vector<char>& memory)
+      : m_(model), f_(forward), team_(team), M_(forward.B * forward.N) {
+    int64_t longest = 0;
+    for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
+    scores_ = longest + f_.N;
+    const int64_t per_thread = int64_t(M_) * m_.C + m_.D + scores_;
+    const int64_t shared = int64_t(M_) * (m_.C + (m_.Q + 2 * m_.H) * m_.D + m_.Q * m_.D + m_.F);
+    const size_t bytes = (shared + per_thread * team.size()) * sizeof(A) + 64;
+    if (memory.size() < bytes) memory.resize(bytes);
+    A* next = reinterpret_cast<A*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+    const auto take = [&next](int64_t count) {
+      A* place = next;
+      next += count;
+      return place;
+    };
+    x_ = take(int64_t(M_) * m_.C);
+    qkv_ = take(int64_t(M_) * (m_.Q + 2 * m_.H) * m_.D);
+    attended_ = reinterpret_cast<Input<T>*>(take(int64_t(M_) * m_.Q * m_.D));
+    active_ = reinterpret_cast<Input<T>*>(take(int64_t(M_) * m_.F));
+    own_ = take(per_thread * team.size());
+    own_size_ = per_thread;
+    pieces_ = std::make_unique<Pieces[]>(6 * m_.layers + 2);
+  }
+
+  static void run(void* self, int rank) { static_cast<Step*>(self)->thread(rank); }
+
+ private:
+  void thread(int rank) {
+    Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + rank * own_size_);
+    A* scores = own_ + rank * own_size_ + int64_t(M_) * m_.C + m_.D;
+    Pieces* pieces = pieces_.get();
+    for (int row; (row = pieces->take()) < M_;) {
+      const T* embedded = static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C;
+      for (int c = 0; c < m_.C; ++c) x_[row * m_.C + c] = widen(embedded[c]);
+      tap(0, row);
+    }
+    ++pieces;
+    team_.barrier();
+    for (int i = 0; i < m_.layers; ++i) {
+      const Layer& layer = m_.layer[i];
+      if (layer.attends) attention(layer, normed, scores, pieces);
+      if (layer.feeds) feed_forward(layer, normed, pieces + 4);
+      pieces += 6;
+      if (i + 1 < m_.layers && f_.columns[i + 1] >= 0)  // after the last layer the norm comes first
+        for (int row = rank; row < M_; row += team_.size()) tap(i + 1, row);
+    }
+    for (int row = 0; row < M_; ++row)
+      rms_norm(x_ + row * m_.C, static_cast<const T*>(m_.norm), m_.C, m_.eps, normed + row * m_.C);
+    if (f_.columns[m_.layers] >= 0)
+      for (int row = rank; row < M_; row += team_.size()) save(normed + row * m_.C, m_.layers, row);
+    if (f_.logits == nullptr) return;
+    if (f_.nodes != nullptr)
+      for (int b = 0; b < f_.B; ++b) {
+        const Input<T>* last = normed + (b * f_.N + f_.nodes[b]) * m_.C;
+        std::copy(last, last + m_.C, normed + b * m_.C);
+      }
+    A* logits = static_cast<A*>(f_.logits);
+    const int rows = f_.nodes == nullptr ? M_ : f_.B;
+    product(static_cast<const T*>(m_.head), static_cast<const T*>(nullptr), m_.V, m_.C, normed, rows, *pieces,
+            [&](int row, int64_t output, int count, const A* values) {
+              std::copy(values, values + count, logits + row * int64_t(m_.V) + output);
+            });
+  }
+
+  void tap(int layer, int row) {
+    if (f_.columns[layer] >= 0) save(x_ + row * m_.C, layer, row);
+  }
+  template <typename U>
+  void save(const U* state, int layer, int row) {
+    T* place = static_cast<T*>(f_.hidden) + (int64_t(row) * f_.taps + f_.columns[layer]) * m_.C;
+    for (int c = 0; c < m_.C; ++c) store(place + c, widen(state[c]));
+  }
+
+  void norm_all(const void* weight, Input<T>* normed) {  // every thread for itself, instead of a barrier
+    for (int row = 0; row < M_; ++row)
+      rms_norm(x_ + row * m_.C, static_cast<const T*>(weight), m_.C, m_.eps, normed + row * m_.C);
+  }
+
+  // x += weight @ inputs
+  void add_product(const void* weight, const void* bias, int64_t K, const Input<T>* inputs, Pieces& pieces) {
+    product(static_cast<const T*>(weight), static_cast<const T*>(bias), m_.C, K, inputs, M_, pieces,
+            [&](int row, int64_t output, int count, const A* values) {
+              A* x = x_ + row * int64_t(m_.C) + output;
+              for (int i = 0; i < count; ++i) x[i] += values[i];
+            });
+  }
+
+  void attention(const Layer& layer, Input<T>* normed, A* scores, Pieces* pieces) {
+    const int heads = m_.Q + 2 * m_.H, D = m_.D;
+    norm_all(layer.attention_norm, normed);
+    product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
+            normed, M_, pieces[0],
+            [&](int row, int64_t output, int count, const A* values) {
+              std::copy(values, values + count, qkv_ + row * int64_t(heads) * D + output);
+            });
+    team_.barrier();
+    for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
+    team_.barrier();
+    for (int item; (item = pieces[2].take()) < M_ * m_.Q;) attend(layer, item / m_.Q, item % m_.Q, scores);
+    team_.barrier();
+    add_product(layer.out, layer.out_bias, int64_t(m_.Q) * D, attended_, pieces[3]);
+    team_.barrier();
+  }
+
+  // Rotates a query or key by its position, and writes a key or value to the cache.
+  void place_head(const Layer& layer, int row, int head) {
+    const int D = m_.D, b = row / f_.N, n = row % f_.N;
+    A* x = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
+    if (head < m_.Q + m_.H) {
+      if (layer.head_norm != nullptr)
+        rms_norm(x, static_cast<const T*>(layer.head_norm) + head * D, D, m_.eps, x);
+      const int64_t position = f_.lengths[b] + depth(b, n);
+      const A* cosines = static_cast<const A*>(m_.cosines) + position * D;
+      const A* sines = static_cast<const A*>(m_.sines) + position * D;
+      for (int d = 0; d < D / 2; ++d) {
+        const A low = x[d], high = x[d + D / 2];
+        x[d] = low * cosines[d] + high * sines[d];
+        x[d + D / 2] = high * cosines[d + D / 2] + low * sines[d + D / 2];
+      }
+    }
+    if (head < m_.Q) return;
+    const bool is_key = head < m_.Q + m_.H;
+    T* cache = static_cast<T*>(is_key ? layer.keys : layer.values);
+    const int h = head - m_.Q - (is_key ? 0 : m_.H);
+    T* slot = cache + ((int64_t(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D;
+    for (int d = 0; d < D; ++d) store(slot + d, x[d]);
+  }
+
+  int depth(int b, int n) const {
+    if (f_.parents == nullptr) return n;
+    int depth = 0;
+    for (int64_t node = f_.parents[b * f_.N + n]; node >= 0; node = f_.parents[b * f_.N + node]) ++depth;
+    return depth;
+  }
+
+  void attend(const Layer& layer, int row, int head, A* scores) {
+    const int D = m_.D, b = row / f_.N, n = row % f_.N, h = head / (m_.Q / m_.H);
+    const int64_t start = (int64_t(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
+    const T* keys = static_cast<const T*>(layer.keys) + start;
+    const T* values = static_cast<const T*>(layer.values) + start;
+    const A* query = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
+    A* out = scores - D;
+    const A scale = A(1) / std::sqrt(A(D));
+
+    // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
+    const int64_t visible = length + depth(b, n) + 1, plain = f_.parents == nullptr ? visible : length;
+    A most = score_keys(keys, plain, query, D, scale, scores);
+    for (int64_t place = plain; place < visible; ++place) {
+      const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;
+      most = std::max(most, score_keys(key, 1, query, D, scale, scores + place));
+    }
+    const A sum = exponentials(scores, visible, most);
+    std::fill(out, out + D, A(0));
+    add_values(values, plain, scores, D, out);
+    for (int64_t place = plain; place < visible; ++place)
+      add_values(values + (length + ancestor(b, n, visible - 1 - place)) * D, 1, scores + place, D, out);
+    const A inverse = A(1) / sum;
+    Input<T>* attended = attended_ + (int64_t(row) * m_.Q + head) * D;
+    for (int d = 0; d < D; ++d) store(attended + d, out[d] * inverse);
+  }
+
+  // The node `steps` above node n.
+  int64_t ancestor(int b, int64_t n, int64_t steps) const {
+    for (; steps > 0; --steps) n = f_.parents[b * f_.N + n];
+    return n;
+  }
+
+  void feed_forward(const Layer& layer, Input<T>* normed, Pieces* pieces) {
+    const int64_t F = m_.F;
+    norm_all(layer.mlp_norm, normed);
+    const T* gate = static_cast<const T*>(layer.gate_up);
+    const T* bias = static_cast<const T*>(layer.gate_up_bias);
+    product_pairs(gate, gate + F * m_.C, F, m_.C, normed, M_, pieces[0],
+                  [&](int row, int64_t f, int count, A* gates, A* ups) {
+                    if (bias != nullptr)
+                      for (int i = 0; i < count; ++i) gates[i] += widen(bias[f + i]), ups[i] += widen(bias[F + f + i]);
+                    activate(gates, ups);
+                    for (int i = 0; i < count; ++i) store(active_ + row * F + f + i, gates[i]);
+                  });
+    team_.barrier();
+    add_product(layer.down, layer.down_bias, F, active_, pieces[1]);
+    team_.barrier();
+  }
+
+  const Model& m_;
+  const Forward& f_;
+  Team& team_;
+  const int M_;
+  A *x_, *qkv_, *own_;
+  Input<T>*attended_, *active_;
+  int64_t own_size_, scores_;
+  std::unique_ptr<Pieces[]> pieces_;
+};
+
+Team* the_team = nullptr;  // never freed at exit, when another thread may still be in a step
+std::vector<char> memory;
+
+Team& team_of(int threads) {
+  if (the_team == nullptr || !the_team->fits(threads)) {
+    delete the_team;
+    the_team = new Team(threads);
+  }
+  return *the_team;
+}
+
+// Whether every token has an embedding, its slot exists, and every parent comes before its node.
+bool is_valid(const Model& model, const Forward& forward) {
+  for (int b = 0; b < forward.B; ++b) {
+    if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
+    for (int n = 0; n < forward.N; ++n) {
+      const int64_t token = forward.tokens[b * forward.N + n];
+      if (token < 0 || token >= model.vocabulary) return false;
+      if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;
+    }
+  }
+  return true;
+}
+
+template <typename T>
+void run_step(const Model& model, const Forward& forward) {
+  Team& team = team_of(forward.threads);
+  Step<T> step(model, forward, team, memory);
+  team.run(Step<T>::run, &step);
+}
+
+}  // namespace
