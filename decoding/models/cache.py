@@ -56,12 +56,16 @@ class Slots:
         Raises ValueError if the cache has fewer.
         """
         end = max(self.lengths_B) + num_tokens
+        self.check_end(end)
+        return end
+
+    def check_end(self, end: int) -> None:
+        """Raise ValueError if the cache has fewer slots than `end`."""
         if end > self.capacity:
             raise ValueError(
                 f"{end} slots are needed, but the cache was opened for {self.capacity}. Open it "
                 f"with a larger capacity."
             )
-        return end
 
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> ForwardPlan:
         """Return the plan of a forward over `num_tokens` new tokens per row.

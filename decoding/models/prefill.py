@@ -1,6 +1,7 @@
 """Prefill: prompts are read into a target's cache, in chunks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,50 +26,41 @@ def prefill(
     padded on the right: after the final norm, or at the taps (see `Target.forward`). Returns None
     without keep_hidden, or if no row has tokens.
     """
-    if not reads_rows_alone(target, prompts_B):
-        return _read(target, prompts_B, keep_hidden, taps)
-    found: list[tuple[int, Tensor]] = []
-    for row, prompt in enumerate(prompts_B):
-        if prompt:
-            with target.only_row(row):  # type: ignore[attr-defined]
-                hidden_1NC = _read(target, [prompt], keep_hidden, taps)
-            if hidden_1NC is not None:
-                found.append((row, hidden_1NC[0]))
-    if not found:
-        return None
-    longest = max(len(prompt) for prompt in prompts_B)
-    hidden_BNC = found[0][1].new_zeros(len(prompts_B), longest, found[0][1].shape[-1])
-    for row, hidden_NC in found:
-        hidden_BNC[row, : len(hidden_NC)] = hidden_NC
-    return hidden_BNC
-
-
-def reads_rows_alone(target: Target, prompts_B: Sequence[Sequence[int]]) -> bool:
-    """Return whether reading the rows one after another takes less time than padding them.
-
-    On a CPU the time of a forward grows with its tokens, padding included.
-    """
-    if not hasattr(target, "only_row") or devices.runs_ahead(target.device):
-        return False
-    alone = sum(max(len(prompt), LEAST_TOKENS) for prompt in prompts_B if prompt)
-    return alone < len(prompts_B) * max(len(prompt) for prompt in prompts_B)
-
-
-def _read(
-    target: Target,
-    prompts_B: Sequence[Sequence[int]],
-    keep_hidden: bool,
-    taps: tuple[int, ...],
-) -> Tensor | None:
-    """Read the tokens of all rows, padded to the longest."""
-    longest = max(len(prompt) for prompt in prompts_B)
+    read = _read_ragged if reads_ragged(target, prompts_B) else _read_padded
     hidden: list[Tensor] = []
-    for start in range(0, longest, PREFILL_CHUNK):
-        parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
-        width = max(len(part) for part in parts)
-        padded = [part + [0] * (width - len(part)) for part in parts]
-        hidden_BNC = target.features(devices.tensor(padded, target.device), None, taps)
-        target.commit(None, [len(part) for part in parts])
+    for start in range(0, max(map(len, prompts_B)), PREFILL_CHUNK):
+        parts_B = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
+        hidden_BNC = read(target, parts_B, taps)
+        target.commit(None, [len(part) for part in parts_B])
         if keep_hidden:
             hidden.append(hidden_BNC)
     return torch.cat(hidden, 1) if hidden else None
+
+
+def reads_ragged(target: Target, prompts_B: Sequence[Sequence[int]]) -> bool:
+    """Return whether reading the rows without padding takes less time.
+
+    On a CPU the time of a forward grows with its tokens, padding included.
+    """
+    if not hasattr(target, "features_of_rows") or devices.runs_ahead(target.device):
+        return False
+    padded = len(prompts_B) * max(map(len, prompts_B))
+    return padded > max(LEAST_TOKENS, sum(map(len, prompts_B)))
+
+
+def _read_padded(target: Target, parts_B: list[list[int]], taps: tuple[int, ...]) -> Tensor:
+    """Return the states (B, N, C) of a forward over rows that are padded to the longest."""
+    width = max(map(len, parts_B))
+    padded = [part + [0] * (width - len(part)) for part in parts_B]
+    return target.features(devices.tensor(padded, target.device), None, taps)
+
+
+def _read_ragged(target: Any, parts_B: list[list[int]], taps: tuple[int, ...]) -> Tensor:
+    """Return the states (B, N, C), padded with zeros, of a forward over the rows' tokens alone."""
+    tokens_of = {row: part for row, part in enumerate(parts_B) if part}
+    states_of = dict(zip(tokens_of, target.features_of_rows(tokens_of, taps), strict=True))
+    first_NC = next(iter(states_of.values()))
+    hidden_BNC = first_NC.new_zeros(len(parts_B), max(map(len, parts_B)), first_NC.shape[-1])
+    for row, states_NC in states_of.items():
+        hidden_BNC[row, : len(states_NC)] = states_NC
+    return hidden_BNC

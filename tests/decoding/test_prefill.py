@@ -1,11 +1,11 @@
-"""Law: prompts of different lengths are read alike, whether alone or padded together."""
+"""Law: prompts of different lengths are read alike, whether ragged or padded."""
 
 import pytest
 import torch
 
 from decoding.models import prefill as module
 from decoding.models.native.model import NativeTarget
-from decoding.models.prefill import prefill, reads_rows_alone
+from decoding.models.prefill import prefill, reads_ragged
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
 
 LENGTHS = (3, 0, 90, 41, 1)
@@ -34,14 +34,14 @@ def read(
 
 @pytest.mark.parametrize("taps", [(), (0, 1)])
 @pytest.mark.parametrize("execution", ["eager", "fused"])
-def test_rows_read_alone_equal_padded_rows(
+def test_ragged_rows_equal_padded_rows(
     execution: str, taps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, rows = target_of(execution), prompts()
-    assert reads_rows_alone(target, rows)
+    assert reads_ragged(target, rows)
     hidden_BNC, logits = read(target, rows, taps)
     monkeypatch.setattr(module, "LEAST_TOKENS", 1000)
-    assert not reads_rows_alone(target, rows)
+    assert not reads_ragged(target, rows)
     padded_BNC, expected = read(target, rows, taps)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
     assert hidden_BNC.shape == padded_BNC.shape
@@ -58,7 +58,7 @@ def test_control_another_row_differs() -> None:
 
 
 @pytest.mark.parametrize("execution", ["eager", "fused"])
-def test_a_row_read_alone_equals_a_batch_of_one(execution: str) -> None:
+def test_a_ragged_row_equals_a_batch_of_one(execution: str) -> None:
     target, rows = target_of(execution), prompts()
     _, logits = read(target, rows)
     for row, found in zip(rows, logits, strict=True):
@@ -71,13 +71,14 @@ def test_a_row_read_alone_equals_a_batch_of_one(execution: str) -> None:
             torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
-def test_equal_and_short_prompts_are_read_together() -> None:
+def test_prompts_of_one_length_and_short_ones_are_padded() -> None:
     target = target_of("eager")
-    assert not reads_rows_alone(target, prompts((50, 50, 50)))
-    assert not reads_rows_alone(target, prompts((3, 12, 30)))
-    assert not reads_rows_alone(target, prompts((50,)))
-    assert reads_rows_alone(target, prompts((50, 200)))
-    assert not reads_rows_alone(object.__new__(Padded), prompts((50, 200)))
+    assert not reads_ragged(target, prompts((50, 50, 50)))
+    assert not reads_ragged(target, prompts((3, 10, 6)))
+    assert reads_ragged(target, prompts((3, 12, 30)))
+    assert not reads_ragged(target, prompts((50,)))
+    assert reads_ragged(target, prompts((50, 200)))
+    assert not reads_ragged(object.__new__(Padded), prompts((50, 200)))
 
 
 class Padded:

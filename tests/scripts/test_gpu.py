@@ -111,10 +111,10 @@ shape = gpu_decode.TOY.target
 toy = random_models.random_target(shape, torch.float32, "cpu", 16)
 assert toy.num_parameters == parameter_counts(shape)["all"]
 bad = ("speed=9", "part=all", "device=cuda", "last_start=x", "executions=x", "only=(")
-for words in [[word] for word in bad]:
+for word in bad:
     try:
-        gpu.parse(words)
-        raise AssertionError(words)
+        gpu.parse([word])
+        raise AssertionError(word)
     except SystemExit as error:
         assert "error:" in str(error)
 for name in ("auto", "cuda"):

@@ -21,13 +21,20 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import ChainCall, ChainChoice, Chooser, Tokens, VerifyCall
-from decoding.models.cache import CachedTarget, ForwardPlan, Slots
+from decoding.models.cache import CachedTarget, Slots
+from decoding.models.native.cached_attention import (
+    Attention,
+    CacheViews,
+    Span,
+    padded_attention,
+    ragged_attention,
+)
 from decoding.models.native.chains import draft_chain, verifies, verify_chains
 from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
-from decoding.models.native.weights import Layer, NativeConfig, Weights
+from decoding.models.native.weights import NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
 from decoding.values import check_choice
 
@@ -174,8 +181,13 @@ class NativeTarget(CachedTarget):
         self._keys = [self._cache_L2BHTD[i, 0, :num_rows] for i in self.layer_ids]
         self._values = [self._cache_L2BHTD[i, 1, :num_rows] for i in self.layer_ids]
 
+    @property
+    def _views(self) -> CacheViews:
+        assert self._rope is not None, "open() comes before forward()"
+        return CacheViews(self._keys, self._values, *self._rope)
+
     @contextmanager
-    def only_row(self, row: int) -> Iterator[None]:
+    def _only_row(self, row: int) -> Iterator[None]:
         """Return a context in which this target has one row, the given one of its batch."""
         assert self._cache_L2BHTD is not None
         cache, lengths_B = self._cache_L2BHTD, self.slots.lengths_B
@@ -247,6 +259,29 @@ class NativeTarget(CachedTarget):
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
         return self._states(tokens_BN, parents_BN, taps)[1]
 
+    def features_of_rows(
+        self, tokens_of: Mapping[int, Sequence[int]], taps: tuple[int, ...] = ()
+    ) -> list[Tensor]:
+        """Return the hidden states (N, C) of new tokens of some rows, in which N may differ.
+
+        tokens_of: row -> its new tokens, at least one. Otherwise like `features`.
+        """
+        check_taps(self, taps)
+        if len(tokens_of) == 1:  # the fused step may be faster
+            [(row, tokens)] = tokens_of.items()
+            with self._only_row(row):
+                return [self.features(torch.tensor([tokens], device=self.device), None, taps)[0]]
+        lengths_B = self.slots.lengths_B
+        spans = [Span(row, lengths_B[row], len(tokens)) for row, tokens in tokens_of.items()]
+        self.slots.check_end(max(span.end for span in spans))
+        attention = ragged_attention(self.config, spans, self._views)
+        ids = [token for tokens in tokens_of.values() for token in tokens]
+        states: dict[int, Tensor] = {}
+        x_1TC = self.embed(torch.tensor([ids], device=self.device))
+        x_1TC = self._run_layers(x_1TC, attention, taps, states)
+        hidden_1TC = self._after_layers(x_1TC, taps, states)[1]
+        return list(hidden_1TC[0].split([span.count for span in spans]))
+
     def _states(
         self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
@@ -256,6 +291,12 @@ class NativeTarget(CachedTarget):
         x_BNC = self.through_layers(
             F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN, taps, states
         )
+        return self._after_layers(x_BNC, taps, states)
+
+    def _after_layers(
+        self, x_BNC: Tensor, taps: tuple[int, ...], states: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states of `_states`, from the last layer's output and those at the taps."""
         hidden_BNC = rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
         if not taps:
             return hidden_BNC, hidden_BNC
@@ -273,62 +314,28 @@ class NativeTarget(CachedTarget):
 
         states: is filled with the hidden states at the taps; tap 0 is x_BNC.
         """
+        plan = self.slots.plan(x_BNC.shape[1], parents_BN)
+        attention = padded_attention(self.config, plan, x_BNC.shape[1], self._views)
+        return self._run_layers(x_BNC, attention, taps, states)
+
+    def _run_layers(
+        self,
+        x_BNC: Tensor,
+        attention: Attention,
+        taps: tuple[int, ...],
+        states: dict[int, Tensor],
+    ) -> Tensor:
+        """Run the layers with this attention (see `through_layers`)."""
         if 0 in taps:
             states[0] = x_BNC
-        plan = self.slots.plan(x_BNC.shape[1], parents_BN)
-        rope, mask = self._rope_rows(plan, x_BNC.shape[1]), self._grouped_mask(plan)
         for index, (layer, attends, feeds) in enumerate(self._layers):
             if attends:
-                x_BNC = x_BNC + self._attention(index, layer, x_BNC, plan, rope, mask)
+                x_BNC = x_BNC + attention(index, layer, x_BNC)
             if feeds:
                 x_BNC = x_BNC + layer.feed_forward(self.config, x_BNC)
             if index + 1 in taps:
                 states[index + 1] = x_BNC
         return x_BNC
-
-    def _rope_rows(self, plan: ForwardPlan, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for this forward's positions, (1 or B, N, 1, D)."""
-        assert self._rope is not None, "open() comes before forward()"
-        cos_TD, sin_TD = self._rope
-        if plan.positions_BN is not None:
-            return cos_TD[plan.positions_BN][:, :, None], sin_TD[plan.positions_BN][:, :, None]
-        start, stop = plan.end - num_tokens, plan.end
-        return cos_TD[None, start:stop, None], sin_TD[None, start:stop, None]
-
-    def _grouped_mask(self, plan: ForwardPlan) -> Tensor | None:
-        """Return the mask for queries folded as (B, H, G * N, D)."""
-        group = self.config.num_heads // self.config.num_kv_heads
-        if plan.mask is None or group == 1:
-            return plan.mask
-        return plan.mask.repeat(1, 1, group, 1)
-
-    def _attention(
-        self,
-        index: int,
-        layer: Layer,
-        x_BNC: Tensor,
-        plan: ForwardPlan,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-    ) -> Tensor:
-        """Write a layer's keys and values to the cache; return the output of its attention."""
-        q_BNQD, k_BNHD, v_BNHD = layer.project(self.config, x_BNC, *rope)
-        B, N, Q, D = q_BNQD.shape
-        keys, values = self._keys[index], self._values[index]
-        if plan.start is not None:
-            keys.narrow(2, plan.start, N).copy_(k_BNHD.transpose(1, 2))
-            values.narrow(2, plan.start, N).copy_(v_BNHD.transpose(1, 2))
-        else:
-            rows = torch.arange(B, device=self.device)[:, None]
-            keys[rows, :, plan.slots_BN] = k_BNHD
-            values[rows, :, plan.slots_BN] = v_BNHD
-        keys, values = keys.narrow(2, 0, plan.end), values.narrow(2, 0, plan.end)
-        if not plan.causal:
-            return layer.attend(q_BNQD, keys, values, mask)
-        out = F.scaled_dot_product_attention(
-            q_BNQD.transpose(1, 2), keys, values, is_causal=True, enable_gqa=keys.shape[1] != Q
-        )
-        return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
 
     def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
         assert self._cache_L2BHTD is not None
