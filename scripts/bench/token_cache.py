@@ -7,6 +7,7 @@ processes, in which shared pages count once.
     python scripts/bench/token_cache.py target=MODEL file=CHATS.json megabytes=32
 """
 
+import itertools
 import json
 import sys
 import threading
@@ -27,8 +28,9 @@ from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from training.config import DataConfig
+from training.data.counts import Counts
 from training.data.from_config import read_samples
-from training.data.readers import read_chats, read_texts
+from training.data.readers import iterate_chats, iterate_texts, read_chats, read_texts
 from training.data.samples import BATCH
 from training.data.token_store import sample_lengths
 
@@ -41,34 +43,40 @@ class Options(common.BenchOptions):
     workers: int = 0  # data.workers
 
 
-def repeat_lines(file: Path, target: Path, size: int) -> None:
-    """Write the records of a file as JSON lines, repeated up to `size` bytes."""
-    chats = file.suffix == ".json"
-    if chats:
-        lines = [json.dumps({"messages": chat.messages}) for chat in read_chats(file)[0]]
+def repeat_records(file: Path, target: Path, size: int) -> None:
+    """Repeat the records of a file up to `size` bytes, in an array (chats) or lines (texts)."""
+    if file.suffix == ".json":
+        records = [json.dumps({"messages": chat.messages}) for chat in read_chats(file)[0]]
+        begin, between, end = "[", ",\n", "]"
     else:
-        lines = [json.dumps({"text": text}) for text in read_texts(file)[0]]
+        records = [json.dumps({"text": text}) for text in read_texts(file)[0]]
+        begin, between, end = "", "\n", ""
     written = 0
     with target.open("w") as out:
-        while written < size:
-            for line in lines:
-                written += out.write(line + "\n")
-
-
-def bare_rate(tokenizer: Any, file: Path, chats: bool) -> float:
-    """Return the tokens per second of `encode_batch` on the first 16 MB of a file."""
-    texts, batches, size = [], [], 0
-    with file.open() as lines:
-        for line in lines:
-            record = json.loads(line)
-            text = render(tokenizer, record["messages"]) if chats else record["text"]
-            texts.append(text)
-            size += len(text)
-            if sum(map(len, texts)) >= BATCH:
-                batches.append(texts)
-                texts = []
-            if size > 16e6:
+        for record in itertools.cycle(records):
+            written += out.write((between if written else begin) + record)
+            if written >= size:
                 break
+        out.write(end)
+
+
+def bare_rate(tokenizer: Any, file: Path) -> float:
+    """Return the tokens per second of `encode_batch` on the first 16 MB of a file."""
+    chats = file.suffix == ".json"
+    found: Iterator[str]
+    if chats:
+        found = (render(tokenizer, chat.messages) for chat in iterate_chats(file, Counts()))
+    else:
+        found = iterate_texts(file, Counts())
+    texts, batches, size = [], [], 0
+    for text in found:
+        texts.append(text)
+        size += len(text)
+        if sum(map(len, texts)) >= BATCH:
+            batches.append(texts)
+            texts = []
+        if size > 16e6:
+            break
     start, tokens = time.perf_counter(), 0
     for batch in [*batches, texts]:
         encodings = tokenizer.backend_tokenizer.encode_batch(batch, add_special_tokens=not chats)
@@ -110,9 +118,9 @@ def main() -> None:
     source = resolve(chosen.file)
     chats = source.suffix == ".json"
     with TemporaryDirectory() as place:
-        file = Path(place, "repeated.jsonl")
-        repeat_lines(source, file, int(chosen.megabytes * 1e6))
-        bare = bare_rate(tokenizer, file, chats)
+        file = Path(place, "repeated").with_suffix(source.suffix)
+        repeat_records(source, file, int(chosen.megabytes * 1e6))
+        bare = bare_rate(tokenizer, file)
         data = DataConfig(max_length=2048, cache="disk", cache_folder=place, workers=chosen.workers)
         (data.chats if chats else data.texts).append(str(file))
         before = memory()

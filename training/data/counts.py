@@ -7,6 +7,11 @@ from decoding.errors import UserError
 from jobs import ranks
 
 SHOWN_PLACES = 5
+TOO_DEEP = "values nested too deeply"
+
+
+class BadRecordError(Exception):
+    """Reason for skipping a record; skipped records are counted by reason."""
 
 
 def print_note(text: str) -> None:

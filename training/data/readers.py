@@ -19,12 +19,10 @@ from decoding.errors import UserError
 from decoding.values import lone_surrogate
 from jobs.run_files import json_kind
 from training.data.chat import Encoded, render_batch
-from training.data.counts import Counts
+from training.data.counts import TOO_DEEP, BadRecordError, Counts
 from training.data.records import (
     TABLES,
     TEXT_FILES,
-    TOO_DEEP,
-    BadRecordError,
     Paths,
     find_files,
     read_records,

@@ -4,26 +4,21 @@ A record that cannot be decoded is yielded as a BadRecordError, and reading cont
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
+from training.data.counts import TOO_DEEP, BadRecordError
 from training.data.hugging_face import HuggingFaceSource
+from training.data.json_array import read_array
 
 TABLES = (".parquet", ".arrow")
 TEXT_FILES = (".txt", ".py", ".md")
-TOO_DEEP = "values nested too deeply"
-_TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 Source = Path | HuggingFaceSource
 Paths = str | Path | Sequence[str | Path | HuggingFaceSource]
-
-
-class BadRecordError(Exception):
-    """Reason for skipping a record; skipped records are counted by reason."""
 
 
 def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Source]:
@@ -89,7 +84,7 @@ def read_records(file: Source) -> Iterator[tuple[str, Any]]:
         start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
-            yield from _read_array(file, stream.read())
+            yield from read_array(file, stream)
             return
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -141,61 +136,3 @@ def _decode(line: bytes) -> Any:
         return BadRecordError("not JSON")
     except RecursionError:
         return BadRecordError(TOO_DEEP)
-
-
-def _read_array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield ("file:line", element) for every element of a JSON array.
-
-    Elements that share a line are numbered. Raises UserError for a broken array.
-    """
-    try:
-        text = content.decode("utf-8-sig")
-        place = text.index("[") + 1
-        line, last_line, number = 1 + text.count("\n", 0, place), 0, 0
-        while True:
-            begin = place
-            while place < len(text) and text[place] in " \t\r\n,":
-                place += 1
-            line += text.count("\n", begin, place)
-            if text[place : place + 1] == "]":
-                if text[place + 1 :].strip():
-                    raise json.JSONDecodeError("text after the end of the array", text, place + 1)
-                return
-            record, end = _decode_element(text, place)
-            number += 1
-            yield f"{file}:{line}" + (f", record {number}" if line == last_line else ""), record
-            last_line = line
-            line += text.count("\n", place, end)
-            place = end
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}). "
-            f"Fix the file, or write one object per line (.jsonl), so that bad ones can be skipped"
-        ) from error
-
-
-def _decode_element(text: str, place: int) -> tuple[Any, int]:
-    """Return the value that begins at a place, or a BadRecordError, and its end."""
-    try:
-        return json.JSONDecoder().raw_decode(text, place)
-    except json.JSONDecodeError:
-        raise
-    except RecursionError:
-        reason = TOO_DEEP
-    except ValueError:
-        reason = "a number of too many digits"
-    return BadRecordError(reason), _find_value_end(text, place)
-
-
-def _find_value_end(text: str, place: int) -> int:
-    """Return the end of the array or object at a place, ignoring brackets inside strings."""
-    depth = 0
-    for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.end()
-    raise json.JSONDecodeError("an element without an end", text, place)
