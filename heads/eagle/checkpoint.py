@@ -245,18 +245,26 @@ def _read_sizes(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_taps(file: Path, values: Mapping[str, Any], served: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tapped layers; empty if the file leaves them to the default."""
+    """Return the tapped layers; empty if the file leaves them to the default.
+
+    Raises UserError for invalid ones, and for keys that name different layers.
+    """
     convention = values.get("taps_convention", CONVENTION)
     if convention != CONVENTION:
         raise UserError(
             f"{file}: taps_convention is {quote(convention)}, expected '{CONVENTION}', in which "
             f"layer k is Hugging Face's hidden_states[k]. Renumber taps."
         )
-    taps: Any = values.get("taps", values.get(_LAYERS))
-    if taps is None:
-        outputs: Any = served.get(_LAYERS) or []
-        listed = isinstance(outputs, list) and all(map(is_int, outputs))
-        taps = [layer + 1 for layer in outputs] if listed else outputs
+    given = {
+        "taps": values.get("taps"),
+        _LAYERS: values.get(_LAYERS),
+        f"eagle_config.{_LAYERS}": served.get(_LAYERS) or None,
+    }
+    found: dict[str, Any] = {key: layers for key, layers in given.items() if layers is not None}
+    outputs = found.get(f"eagle_config.{_LAYERS}")
+    if isinstance(outputs, list) and all(map(is_int, outputs)):
+        found[f"eagle_config.{_LAYERS}"] = [layer + 1 for layer in outputs]
+    first, taps = next(iter(found.items()), ("", []))
     numbers = isinstance(taps, list) and all(is_int(tap) and tap >= 0 for tap in taps)
     count = values.get("num_aux_hidden_states", len(taps) if numbers and taps else NUM_TAPS)
     if not numbers or len(set(taps)) != len(taps) or count != (len(taps) or NUM_TAPS):
@@ -265,4 +273,11 @@ def _read_taps(file: Path, values: Mapping[str, Any], served: Mapping[str, Any])
             f"layers of the target, from 0 (num_aux_hidden_states). Use the config.json that was "
             f"written with these weights."
         )
+    for key, layers in found.items():
+        if layers != taps:
+            raise UserError(
+                f"{file}: {key} is {quote(given[key])}, which are the taps {quote(layers)}, but "
+                f"{first} is {quote(given[first])}. One of them was changed: use the config.json "
+                f"that was written with these weights."
+            )
     return tuple(taps)

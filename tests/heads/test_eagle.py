@@ -39,6 +39,7 @@ from tests.support.tiny_targets import LLAMA3_ROPE, hf_model, native_of, random_
 from training.data.packing import Sample, collate
 from training.heads import checkpoint
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 SHAPE = EagleConfig(
     vocab_size=11,
@@ -201,7 +202,7 @@ def test_other_names_of_the_tensors_load_too(tmp_path: Path):
     assert all(torch.equal(back[name], each) for name, each in head.state_dict().items())
 
 
-@pytest.mark.parametrize("kept", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+@pytest.mark.parametrize("kept", [LAYERS, "eagle_config"])
 def test_layers_in_either_servers_numbers_are_the_same(kept: str, tmp_path: Path):
     folder = save(random_head(), tmp_path / "head")
     drop_layers(folder, kept)
@@ -212,7 +213,7 @@ def drop_layers(folder: Path, kept: str = "") -> None:
     """Remove the layers' numbers from config.json, but for those under one key."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    for key in {"taps", "eagle_aux_hidden_state_layer_ids", "eagle_config"} - {kept}:
+    for key in {"taps", LAYERS, "eagle_config"} - {kept}:
         del config[key]
     file.write_text(json.dumps(config))
 
@@ -264,6 +265,15 @@ def test_every_wrong_tensor_is_listed(tmp_path: Path):
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, which does not fit"),
         ({"taps": [2, 2, 5]}, r"tapped layers are \[2, 2, 5\], expected 3 different layers"),
         ({"taps": [2, 5]}, "expected 3 different layers"),
+        (
+            {"taps": [1, 3, 4]},
+            rf"{LAYERS} is \[2, 4, 5\], .* the taps \[2, 4, 5\], but taps is \[1, 3, 4\]",
+        ),
+        (
+            {"eagle_config": {LAYERS: [2, 4, 5]}},
+            rf"eagle_config.{LAYERS} is \[2, 4, 5\], which are the taps \[3, 5, 6\], but taps is "
+            r"\[2, 4, 5\]. One of them was changed",
+        ),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a small number"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is of the type 'yarn', which"),
         ({"taps_convention": "output"}, "taps_convention is 'output', expected 'hidden_states'"),
