@@ -66,7 +66,7 @@ class BlockKind(BlockPredictions, HeadKind):
             target_layers=sizes.num_layers,
             taps=tuple(options.taps) or spread_taps(options.num_taps, sizes.num_layers),
             block_size=config.loss.predict_n_tokens + (options.layout == FILL_IN),
-            mask_token_id=mask_token_of(config.target.path, options.mask_token_id, target),
+            mask_token_id=mask_token_of(config, options.mask_token_id, target),
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,

@@ -54,7 +54,7 @@ class EagleKind(EaglePredictions, HeadKind):
             norm_output=options.norm_output,
             norm_before_residual=options.norm_before_residual,
             parallel=config.loss.predict_n_tokens if self.parallel else 0,
-            mask_token_id=mask_token_of(config.target.path, options.mask_token_id, target)
+            mask_token_id=mask_token_of(config, options.mask_token_id, target)
             if self.parallel
             else 0,
         )

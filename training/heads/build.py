@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from decoding.engine import stop_tokens
-from decoding.models.text.mask_token import choose_mask_token
+from decoding.models.text.mask_token import check_mask_token, choose_mask_token
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve_model
 from training.data.packing import Sample
@@ -14,6 +14,9 @@ from training.draft_vocabulary import choose_tokens
 from training.heads.checkpoint import check_sizes
 from training.heads.config import HeadJobConfig, HeadOptions
 from training.heads.kind import HeadKind
+from training.models.build import target_is_here
+
+MASK_TOKEN_KEY = "head.mask_token_id"
 
 
 def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
@@ -30,16 +33,27 @@ def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
     return shape
 
 
-def mask_token_of(path: str, asked: int | None, target: Any) -> int:
+def mask_token_of(config: HeadJobConfig, asked: int | None, target: Any) -> int:
     """Return the id `asked` for in head.mask_token_id, or one that no text has if it is None.
 
-    path: of the target. target: its Hugging Face configuration. Raises UserError for an id that
-    texts have.
+    A dry run without the target's folder, whose tokenizer names such an id, takes the last id of
+    the vocabulary and prints a note.
+    target: the target's Hugging Face configuration. Raises UserError for an id that texts have.
     """
-    folder = resolve_model(path)
+    if config.dry_run and not target_is_here(config.target):
+        if asked is not None:
+            check_mask_token(MASK_TOKEN_KEY, asked, target.vocab_size)
+            return asked
+        last = int(target.vocab_size) - 1
+        print(
+            f"note: without the target's tokenizer, the mask token of this dry run is {last:,}, "
+            f"the last of the vocabulary; training chooses one that no text has"
+        )
+        return last
+    folder = resolve_model(config.target.path)
     tokenizer = load_tokenizer(folder)
     special = (*stop_tokens(folder, tokenizer), target.pad_token_id, target.bos_token_id)
-    return choose_mask_token("head.mask_token_id", asked, tokenizer, target.vocab_size, special)
+    return choose_mask_token(MASK_TOKEN_KEY, asked, tokenizer, target.vocab_size, special)
 
 
 def build_head(
