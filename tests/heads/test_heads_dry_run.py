@@ -1,14 +1,21 @@
 """Test dry runs of every kind of head, without the target's folder, and their estimates."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import heads.train
 from decoding.errors import UserError
 from heads.registry import KINDS, kind_of
+from heads.sdsat.kind import KIND as SDSAT
+from heads.sdsat.model import SdsatConfig
 from tests.heads.test_heads_train import configured
+from tests.support.tiny_targets import hf_model
+from training.heads.measure import measure
+from training.models.shapes import parameter_counts
 
 V = 300
 SIZES = {
@@ -49,3 +56,35 @@ def test_a_dry_run_takes_the_mask_token_that_is_set(tmp_path: Path) -> None:
     assert kind_of("dflash").read_shape(folder).mask_token_id == 7
     with pytest.raises(UserError, match="head.mask_token_id is 300, expected an id from 0 to 299"):
         dry_run(tmp_path / "outside", "head=dflash", f"head.mask_token_id={V}")
+
+
+@pytest.mark.parametrize("name", ["sdsat", "dflash"])
+def test_estimates_count_the_drafts_that_train(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that memory and operations are those of loss.drafts_per_row drafts in a row."""
+    sizes = ["loop.micro_batch_tokens=262144", "loop.tokens_per_step=262144", "data.max_length=256"]
+    found = {}
+    for drafts in (0, 32, 16):
+        run = tmp_path / str(drafts)
+        dry_run(run, f"head={name}", f"loss.drafts_per_row={drafts}", *sizes, width=1024)
+        printed = capsys.readouterr().out
+        limited = f"at each of {drafts} of the 256 in a row (loss.drafts_per_row)"
+        assert (limited in printed) == bool(drafts)
+        pattern = r"cost: (\S+) MFLOP per token: target (\S+),(?s:.*)activations (\S+),"
+        [figures] = re.findall(pattern, printed)
+        total, target, kept = (float(figure.replace(",", "")) for figure in figures)
+        found[drafts] = total - target, kept
+    trained = 0.6 * 256
+    for figure in (0, 1):
+        # figures are printed in whole units
+        assert found[0][figure] / found[32][figure] == pytest.approx(trained / 32, rel=0.1)
+        assert found[32][figure] / found[16][figure] == pytest.approx(2, rel=0.1)
+
+
+def test_frozen_weights_are_not_counted_as_kept() -> None:
+    """Check that a draft keeps less than the frozen layers that it runs through."""
+    model = hf_model("llama", layers=6, dtype=torch.float32, intermediate_size=2000)
+    shape = SdsatConfig.of_target(model.config.to_dict(), 2, 0)
+    kept = measure(SDSAT, shape, 3, torch.float32, model.config).kept
+    assert kept < parameter_counts(model.config)["all"]

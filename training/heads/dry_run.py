@@ -102,6 +102,14 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
     )
 
 
+def drafts_per_token(config: HeadJobConfig) -> float:
+    """Return the drafts that train in a step, per token of the data."""
+    limit = config.loss.drafts_per_row
+    if not limit:
+        return config.assumed_supervised
+    return min(config.assumed_supervised, limit / config.data.max_length)
+
+
 def target_flops(config: HeadJobConfig, target: Any) -> float:
     """Return the target's FLOPs per token of the data, with the lm_head if the loss needs it."""
     lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
@@ -109,7 +117,9 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
     judges, continued = uses_teacher(config.loss), num_continued_tokens(config.loss)
     # the first token needs no forward of its own
     forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
-    return forward - lm_head + config.assumed_supervised * (judges * lm_head + forwards)
+    most_judged = drafts_per_token(config) * config.loss.predict_n_tokens
+    judged = judges * min(config.assumed_supervised, most_judged)
+    return forward - lm_head + judged * lm_head + config.assumed_supervised * forwards
 
 
 def print_cost(
@@ -121,12 +131,15 @@ def print_cost(
     """
     teacher = target_flops(config, target)
     draft = 3 * counted.flops
-    token = teacher + config.assumed_supervised * draft
-    share = f"{config.assumed_supervised:.0%}"
+    drafts = drafts_per_token(config)
+    token = teacher + drafts * draft
+    places = f"the {drafts:.0%} that are supervised"
+    if drafts < config.assumed_supervised:
+        limit, length = config.loss.drafts_per_row, config.data.max_length
+        places = f"{limit} of the {length:,} in a row (loss.drafts_per_row)"
     print(
         f"cost: {token / 1e6:,.0f} MFLOP per token: target {teacher / 1e6:,.0f}, head "
-        f"{draft / 1e6:,.0f} at each of the {share} that are supervised "
-        f"({counted.predictions} predictions)"
+        f"{draft / 1e6:,.0f} at each of {places} ({counted.predictions} predictions)"
     )
     flops = print_plan(
         config.loop, token, config.assumed_tflops, "assumed_tokens", config.assumed_tokens
@@ -174,7 +187,7 @@ def print_memory(
         counted.parameters,
         frozen["head"],
     )
-    drafts = loop.micro_batch_tokens * config.assumed_supervised
+    drafts = loop.micro_batch_tokens * drafts_per_token(config)
     plan |= {
         "activations": drafts * counted.kept,
         "loss": loss_bytes(drafts * counted.predictions, vocabulary, counted.outputs, width),

@@ -1,6 +1,6 @@
 """Parameters, FLOPs and memory of a head, counted on the meta device from one draft."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -55,7 +55,8 @@ def measure(
     batch = collate([text], [[0]], length, "meta")
     channels = len(states.layers) * shape.hidden_size
     states_PC = torch.empty(1, channels, dtype=dtype, device="meta")
-    with FlopCounterMode(display=False) as counted, _count_saved_bytes(head) as kept:
+    known = [*head.parameters(), *model.parameters()]
+    with FlopCounterMode(display=False) as counted, _count_saved_bytes(known) as kept:
         features_NE = kind.features(head, states, batch, _one_draft(heads), states_PC)
     weights = kind.outputs(head, states)
     outputs = Outputs(weights, np.arange(heads) if len(weights) > 1 else None)
@@ -81,6 +82,7 @@ def _ends(kind: HeadKind, shape: Any, dtype: torch.dtype) -> Any:
         config=SimpleNamespace(num_hidden_layers=max([1, *kind.taps(shape)])),
         get_input_embeddings=lambda: embedding,
         get_output_embeddings=lambda: embedding,
+        parameters=embedding.parameters,
     )
 
 
@@ -93,9 +95,9 @@ def _whole(target: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _count_saved_bytes(head: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield a dict that collects the bytes that autograd saves, except the head's parameters."""
-    known = {parameter.untyped_storage()._cdata for parameter in head.parameters()}
+def _count_saved_bytes(parameters: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Yield a dict that collects the bytes that autograd saves, except the parameters."""
+    known = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
     alive = []  # keeps storages alive, so that their ids are not reused
 
