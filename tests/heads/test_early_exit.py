@@ -296,7 +296,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
         ("head.exit_layer=4", "head.exit_layer is 4, expected 1 to 3"),
         ("head.exit_layer=5", "reads layer 5 of the target, expected a layer from 0"),
         ("head.start=first", "head.start is first, expected one of last, random"),
-        ("head.draft_vocab_size=2049", "expected a size from 1 to 2048"),
+        ("head.draft_vocab_size=-1", "expected 1 or more, or 0 for all tokens"),
         (
             "loss.decay=0.8",
             "loss.decay is 0.8, expected 1, because a token's prediction",

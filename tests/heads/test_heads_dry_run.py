@@ -1,5 +1,6 @@
 """Test dry runs of every kind of head, without the target's folder, and their estimates."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 WITH_MASKS = {"p_eagle", "dflash", "dflash2", "domino", "dspark", "jetspec", "specdiff"}
+WITH_VOCABULARY = KINDS.keys() - {"sdsat"}
 
 
 def dry_run(folder: Path, *given: str, width: int = 64) -> Path:
@@ -56,6 +58,30 @@ def test_a_dry_run_takes_the_mask_token_that_is_set(tmp_path: Path) -> None:
     assert kind_of("dflash").read_shape(folder).mask_token_id == 7
     with pytest.raises(UserError, match="head.mask_token_id is 300, expected an id from 0 to 299"):
         dry_run(tmp_path / "outside", "head=dflash", f"head.mask_token_id={V}")
+
+
+@pytest.mark.parametrize("name", WITH_VOCABULARY)
+def test_a_vocabulary_no_larger_than_the_draft_vocabulary_is_drafted_in_full(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "so the head drafts from all of them"
+    for size, drafts_all in ((V - 1, False), (V, True), (8192, True)):
+        run = tmp_path / str(size)
+        dry_run(run, f"head={name}", "loss=forward_kl", f"head.draft_vocab_size={size}")
+        card = json.loads((run / "drafter" / "drafter_card.json").read_text())
+        assert card["shape"]["draft_vocab_size"] == 0, "a dry run counts no tokens"
+        printed = capsys.readouterr().out
+        assert (note in printed) == drafts_all
+        assert ("the draft vocabulary is counted from the data" in printed) != drafts_all
+
+
+def test_such_a_head_is_trained_on_all_tokens(tiny_target: Path, tmp_path: Path) -> None:
+    given = ["head=eagle3", f"target.path={tiny_target}", f"output_dir={tmp_path}"]
+    folder = heads.train.run(
+        configured("heads.train", *given, "head.draft_vocab_size=8192", "loop.max_steps=1")
+    )
+    shape = kind_of("eagle3").read_shape(folder)
+    assert shape.draft_vocab_size == 0 and shape.num_drafted == shape.vocab_size
 
 
 @pytest.mark.parametrize("name", ["sdsat", "dflash"])

@@ -112,7 +112,7 @@ def test_a_shortlist_holds_the_tokens_of_most_answers():
             r"head.warm_start: none for a head of width \(exit_dim\) 24",
         ),
         (HeadShapeConfig(warm_start="both", exit_dim=H), r"none \| hidden \| state for a head"),
-        (HeadShapeConfig(draft_vocab_size=V + 1), "draft_vocab_size: a size from 1 to 61"),
+        (HeadShapeConfig(draft_vocab_size=-1), "draft_vocab_size: 1 or more, or 0 for all"),
         (HeadShapeConfig(num_draft_layers=-1), "num_draft_layers: 0 to 64"),
     ],
 )

@@ -1,6 +1,7 @@
 """The head that training starts from: a new one, or that of the folder in head.path."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from decoding.engine import stop_tokens
 from decoding.models.text.mask_token import check_mask_token, choose_mask_token
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve_model
+from jobs.ranks import is_rank
 from training.data.packing import Sample
 from training.draft_vocabulary import choose_tokens
 from training.heads.checkpoint import check_sizes
@@ -26,11 +28,24 @@ def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
     holds no head of this kind, or one for other sizes than the target's.
     """
     if not config.head.path:
-        return kind.shape(config, target)
+        return _limit_vocabulary(kind.shape(config, target))
     folder = resolve_model(config.head.path)
     shape = kind.read_shape(folder)
     check_sizes(folder, shape, target)
     return shape
+
+
+def _limit_vocabulary(shape: Any) -> Any:
+    """Return the `HeadShape` with all tokens if it asks for as many as the target has, or more."""
+    asked, most = shape.draft_vocab_size, shape.vocab_size
+    if asked < most:
+        return shape
+    if not is_rank():
+        print(
+            f"note: head.draft_vocab_size is {asked:,} and the target's vocabulary has {most:,} "
+            f"tokens, so the head drafts from all of them"
+        )
+    return replace(shape, draft_vocab_size=0)
 
 
 def mask_token_of(config: HeadJobConfig, asked: int | None, target: Any) -> int:

@@ -36,11 +36,11 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
         config,
         {
             **choice_rules(config, kind),
+            **kind.rules(config, shape),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",
             ),
-            **kind.rules(config, shape),
             **cost_rules(config.held_out),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
