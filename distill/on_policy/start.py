@@ -7,13 +7,11 @@ from distill.config import TrainConfig
 from distill.on_policy.data import OnPolicyData
 from distill.on_policy.prompts import Prompts
 from distill.on_policy.schedule import Schedule
-from distill.on_policy.text_figures import TextFigures, measure_text
 from distill.on_policy.writer import MEASURED_TOKENS, StudentWriter
 from training.data.packing import PackedData, Sample, best_fit
+from training.held_out.texts import Text, describe_texts, measure_text, measure_texts
 from training.parallel.strategy import Parallel
 from training.plan import bounds_of
-
-DATA_TOKENS = 8192  # tokens of the training data, and of the target's text, that are measured
 
 
 def add_student_rows(
@@ -53,42 +51,25 @@ def report_texts(
     config: TrainConfig,
     parallel: Parallel,
 ) -> dict[str, dict[str, float]]:
-    """Measure the training data, the target's text and the student's, and print a line on them.
+    """Measure the training data, the target's text and the student's, and print a table of them.
 
     answers: the target's answers to the held-out prompts. The student's text is measured if it is
     trained on. All ranks must call it. Returns the figures for the manifest.
     """
-    capacity, models = data.capacity, (student, teacher)
-    of_target = best_fit([len(one.ids) for one in answers], capacity)
-    found = {
-        "data": measure_text(data.samples, data.rows, capacity, *models, DATA_TOKENS),
-        "target": measure_text(answers, of_target, capacity, *models, DATA_TOKENS),
-    }
+    found = measure_texts(data, answers, teacher, student)
     if isinstance(data, OnPolicyData):
         began = time.monotonic()
         written = data.write_samples(MEASURED_TOKENS)
         seconds = time.monotonic() - began
-        rows = best_fit([len(one.ids) for one in written], capacity)
-        found["student"] = measure_text(written, rows, capacity, *models, MEASURED_TOKENS)
+        text = Text(written, best_fit([len(one.ids) for one in written], data.capacity))
+        found["student"] = measure_text(text, data.capacity, teacher, student, MEASURED_TOKENS)
         if parallel.is_main:
             pace = sum(len(one.ids) for one in written) / seconds
             print(_describe_plan(data, pace))
     if parallel.is_main:
-        print(_describe_texts(found, config))
+        own = {"target": config.held_out.temperature, "student": config.on_policy.temperature}
+        print(describe_texts(found, own))
     return {name: figures.values() for name, figures in found.items()}
-
-
-def _describe_texts(found: dict[str, TextFigures], config: TrainConfig) -> str:
-    """Return the line on the texts."""
-    of_data = found["data"]
-    own = f"its own text at temperature {config.held_out.temperature:g}: {found['target']}"
-    line = (
-        f"data: the target gives a supervised token {of_data.log_prob:.2f} nats on average, and "
-        f"{of_data.argmax:.0%} are its argmax; KL(target || student) is {of_data.kl:.2f} ({own}"
-    )
-    if "student" in found:
-        line += f"; the student's at {config.on_policy.temperature:g}: {found['student']}"
-    return f"{line})"
 
 
 def _describe_plan(data: OnPolicyData, pace: float) -> str:

@@ -15,8 +15,8 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from distill.config import OnPolicyConfig
 from distill.on_policy.prompts import Prompts
-from distill.on_policy.text_figures import measure_text
 from training.data.packing import Sample
+from training.held_out.texts import Text, measure_text
 from training.parallel.strategy import Parallel
 
 # Prompts that a rank decodes in one batch. On a GPU, a small student's step takes as long for many
@@ -84,8 +84,9 @@ class StudentWriter:
     def measure(self, samples: Sequence[Sample], rows: list[list[int]]) -> dict[str, float]:
         """Return the figures of `TextFigures` on some of the rows. All ranks must call it."""
         with self.parallel.gathered_weights():
+            models = self.teacher, self.student
             return measure_text(
-                samples, rows, self.max_length, self.student, self.teacher, MEASURED_TOKENS
+                Text(samples, rows), self.max_length, *models, MEASURED_TOKENS
             ).values()
 
     def _decodable(self, step: int) -> NativeTarget:

@@ -21,7 +21,6 @@ from distill.on_policy.data import OnPolicyData
 from distill.on_policy.prompts import TEXT_PROMPT_TOKENS, Prompts, lengths_of
 from distill.on_policy.schedule import Schedule
 from distill.on_policy.start import add_student_rows, report_texts
-from distill.on_policy.text_figures import measure_text
 from distill.train import check
 from jobs.config import ParallelConfig
 from jobs.interrupts import Interrupted
@@ -39,6 +38,7 @@ from training.checkpoint import Checkpoint
 from training.config import DataConfig, DomainConfig
 from training.data.mixture import MixedData
 from training.data.packing import PackedData, Sample, collate
+from training.held_out.texts import Text, measure_text
 from training.objectives import TeacherStates, freeze, hidden_states
 from training.parallel.strategy import Parallel
 
@@ -226,7 +226,7 @@ def test_writing_and_measuring_use_no_random_generator():
 def test_figures_of_a_text_equal_those_of_the_complete_logits():
     teacher, student, data = make_model(3, 1), make_model(1, 0), make_data()
     rows = data.rows[:3]
-    found = measure_text(data.samples, rows, ROW, student, teacher, most_tokens=3 * ROW)
+    found = measure_text(Text(data.samples, rows), ROW, teacher, student, most_tokens=3 * ROW)
     batch = collate(data.samples, rows, ROW)
     with torch.no_grad():
         p_NV, q_NV = (
@@ -239,7 +239,9 @@ def test_figures_of_a_text_equal_those_of_the_complete_logits():
     assert found.log_prob == pytest.approx(float(p_NV.gather(1, labels_N[:, None]).mean()), 1e-5)
     assert found.argmax == pytest.approx(float((p_NV.argmax(-1) == labels_N).double().mean()))
     assert found.kl == pytest.approx(float(kl), 1e-5)
-    one = measure_text(data.samples, data.rows, ROW, student, teacher, most_tokens=1)
+    alone = measure_text(Text(data.samples, rows), ROW, teacher)
+    assert alone == replace(found, kl=None) and "kl" not in alone.values()
+    one = measure_text(Text(data.samples, data.rows), ROW, teacher, student, most_tokens=1)
     assert one.tokens == data.supervised_in(data.rows[:1]), "bounded"
 
 
@@ -306,17 +308,19 @@ def test_the_texts_are_reported_before_the_first_step(capsys: pytest.CaptureFixt
     words, figures = report(0.25, capsys)
     assert words.startswith("on-policy: the student writes 25% of the rows, answers to 60 prompts;")
     assert figures.keys() == {"data", "target", "student"}
-    for name, start in (
-        ("data", "data: the target gives a supervised token {:.2f} nats on average"),
-        ("target", "its own text at temperature 1: {:.2f} nats"),
-        ("student", "the student's at 1: {:.2f} nats"),
+    for name, title in (
+        ("data", "training data"),
+        ("target", "the target's answers, temperature 1"),
+        ("student", "the student's answers, temperature 1"),
     ):
-        assert start.format(figures[name]["log_prob"]) in words
+        shown = figures[name]
+        cells = f"{shown['argmax']:.0%} {shown['log_prob']:.2f} nats {shown['kl']:.2f} nats"
+        assert f" {title} {cells}" in " ".join(words.split())
     assert figures["target"]["log_prob"] > figures["student"]["log_prob"]
     assert figures["target"]["log_prob"] > figures["data"]["log_prob"]
     words, figures = report(0.0, capsys)
     assert figures.keys() == {"data", "target"}
-    assert "student's" not in words and "on-policy" not in words
+    assert "student's" not in words and "on-policy" not in words and "KL to the student" in words
 
 
 def test_a_mixture_keeps_its_state_beside_rows_of_the_student():

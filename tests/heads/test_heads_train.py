@@ -71,6 +71,22 @@ def test_the_recurrent_head_equals_that_of_its_job(tiny_target: Path, tmp_path: 
     assert manifest["finished"] and manifest["job"] == "heads.train"
 
 
+def test_the_texts_are_reported_before_the_first_step(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Check that a head's training shows how near its data is to the target's own text."""
+    given = ["head=medusa", f"target.path={tiny_target}", f"output_dir={tmp_path}"]
+    heads.train.run(configured("heads.train", *given, "loop.max_steps=1"))
+    figures = json.loads((tmp_path / "manifest.json").read_text())["metrics"]["texts"]
+    assert figures.keys() == {"data", "target"}
+    words = " ".join(capsys.readouterr().out.split())
+    for name, title in (("data", "training data"), ("target", "the target's answers, greedy")):
+        shown = figures[name]
+        assert f" {title} {shown['argmax']:.0%} {shown['log_prob']:.2f} nats" in words
+    assert figures["target"]["argmax"] == 1 > figures["data"]["argmax"]
+    assert "KL to the student" not in words
+
+
 def test_the_kind_comes_from_the_command_line_an_experiment_or_a_saved_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,6 +48,7 @@ from training.heads.predicting import count_depths
 from training.heads.real_drafting import block_efficiency
 from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
+from training.held_out.texts import TextFigures, describe_texts, measure_texts
 from training.job import TargetJob, fit_recorded
 from training.losses.config import describe_loss, uses_teacher
 from training.models.build import dtype_of, load_causal_lm
@@ -146,6 +147,9 @@ def train(job: HeadJob, run: Run) -> None:
         else None
     )
     evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers, costs)
+    texts = measure_texts(data, answers, target)
+    if parallel.is_main:
+        print(describe_texts(texts, {"target": config.held_out.temperature}))
     drafted = None
     if config.on_policy.share:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
@@ -165,7 +169,7 @@ def train(job: HeadJob, run: Run) -> None:
             tokenizer,
             answers,
         )
-        finish(job, run, head, progress, measured)
+        finish(job, run, head, progress, measured, texts)
     parallel.close()
 
 
@@ -299,15 +303,23 @@ def write_folder(
     return origin
 
 
-def finish(job: HeadJob, run: Run, head: Any, progress: Progress, drafted: float) -> None:
+def finish(
+    job: HeadJob,
+    run: Run,
+    head: Any,
+    progress: Progress,
+    drafted: float,
+    texts: Mapping[str, TextFigures],
+) -> None:
     """Export the best weights with their card and complete the manifest.
 
-    drafted: the block efficiency measured by real drafting.
+    drafted: the block efficiency measured by real drafting. texts: figures on the texts.
     """
     config, drafting, best = job.config, job.kind.drafting(job.config), progress.best
     measured = {drafting.figure: drafted, **drafting.options}
     origin = write_folder(job, run.artefact, head, best, progress, measured)
-    close_run(run, origin, progress)
+    found = {name: figures.values() for name, figures in texts.items()}
+    close_run(run, origin, progress, {"texts": found})
     figures = [
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "
         f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}",
