@@ -37,6 +37,11 @@ class Bounds:
         """Return whether the run has a bound in seconds."""
         return self.seconds < math.inf
 
+    @property
+    def in_steps_alone(self) -> bool:
+        """Return whether the run's number of steps is known from the start."""
+        return min(self.tokens, self.seconds) == math.inf
+
     def share(self, done: RunTotals, of: float = 1.0, since: RunTotals = START) -> float:
         """Return the completed share (0 to 1) of the way from `since` to the nearest bound.
 
@@ -50,20 +55,6 @@ class Bounds:
             way = limit * of - before
             share = max(share, (now - before) / way if way > 0 else 1.0)
         return min(1.0, share)
-
-    def expected_steps(self, done: RunTotals, pace: float) -> int | None:
-        """Estimate the run's number of steps; return None if no bound allows an estimate yet.
-
-        pace: recent seconds per step.
-        """
-        estimates = [self.steps]
-        if done.steps and self.tokens < math.inf:
-            estimates.append(math.ceil(done.steps * self.tokens / done.tokens))
-        if done.steps and self.has_seconds and pace > 0:
-            left = math.floor((self.seconds - done.seconds) / pace)
-            estimates.append(done.steps + max(0, left))
-        fewest = min(estimates)
-        return int(fewest) if fewest < math.inf else None
 
 
 class Place(NamedTuple):

@@ -89,8 +89,7 @@ def fit(
         tracker.rewind(progress.step)
     timer = Timer(progress, limits, parallel, clock)
     timer.time_evaluation(evaluate)
-    expected = limits.expected_steps(progress.done, pace=0.0)
-    bar = ProgressBar(title, expected, progress.step, parallel.is_main)
+    bar = _progress_bar(title, progress, limits, parallel.is_main)
     speeds: deque[float] = deque(maxlen=20)
     give_back_memory = HeapTrimmer()
 
@@ -116,12 +115,9 @@ def fit(
             if ended() or best or stop or any(due):
                 training.save()
             speeds.append(values["tokens_per_second"])
-            total = bounds.expected_steps(progress.done, progress.pace)
-            bar.update(
-                progress.step,
-                _note(values, progress, sum(speeds) / len(speeds)),
-                progress.step if ended() else total,
-            )
+            done, step = _advance(progress, limits)
+            note = _note(values, progress, sum(speeds) / len(speeds))
+            bar.update(done, f"{step}{note}", done if ended() else None)
             give_back_memory()
             if stop:
                 raise Interrupted(
@@ -331,6 +327,20 @@ def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
     words = [f"{key} {figures[key]:.3f}" for key in keys[:most]]
     prediction = describe_prediction(figures) if most is None else ""
     return "  ".join([*words, prediction] if prediction else words)
+
+
+def _progress_bar(title: str, progress: Progress, limits: Bounds, show: bool) -> ProgressBar:
+    """Return the bar of a run: in steps if their number is known, else in percent of a bound."""
+    percent = not limits.in_steps_alone
+    total = 100 if percent else limits.steps
+    return ProgressBar(title, total, _advance(progress, limits)[0], show, percent)
+
+
+def _advance(progress: Progress, limits: Bounds) -> tuple[float, str]:
+    """Return the units of the bar that are done, and the step if these are percent."""
+    if limits.in_steps_alone:
+        return progress.step, ""
+    return 100 * limits.share(progress.done), f"step {progress.step:,}  "
 
 
 def _note(values: dict[str, float], progress: Progress, speed: float) -> str:

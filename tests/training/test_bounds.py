@@ -105,6 +105,36 @@ def test_the_first_bound_ends_the_run(tmp_path: Path, bounds: dict[str, Any], st
     assert records[0]["progress"] < 1 or bounds == {"max_seconds": 1.25}
 
 
+@pytest.mark.parametrize(
+    ("bounds", "shown"),
+    [
+        ({"max_steps": 3}, ["1/3", "2/3", "3/3"]),
+        # 0.5 s of an evaluation before the first step, and 1 s a step; one more before the last
+        (
+            {"max_seconds": 5.0, "eval_every": 0},
+            ["30%  step 1", "50%  step 2", "70%  step 3", "100%  step 4"],
+        ),
+        # the bound in steps is nearer
+        (
+            {"max_seconds": 60.0, "max_steps": 4, "eval_every": 0},
+            [f"{25 * step}%  step {step}" for step in (1, 2, 3, 4)],
+        ),
+    ],
+)
+def test_the_bar_shows_what_is_known(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bounds: dict[str, Any],
+    shown: list[str],
+):
+    """Check that the bar counts steps if their number is set, and else the share of the bound."""
+    monkeypatch.setattr("jobs.progress.PLAIN_EVERY_SECONDS", 0.0)
+    train(tmp_path, Clock(), **bounds)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("t ")]
+    assert [line.removeprefix("t ").partition("  loss")[0] for line in lines] == shown
+
+
 def test_bounds_in_steps_keep_the_original_learning_rates_and_masks():
     """Check that learning rates and mask schedules equal the original formulas to the last bit.
 
