@@ -40,7 +40,7 @@ from training.data.mixture import check_mixture
 from training.data.packing import PackedData
 from training.drafter_folder import Provenance, close_run, origin_of, write_model
 from training.export import load_checkpoint, saved_run
-from training.features.teacher_cache import teacher_cache
+from training.features.teacher_cache import CachedTeacher, teacher_cache
 from training.features.teacher_config import NONE, cache_rules
 from training.held_out.answers import check_stages
 from training.held_out.costs import (
@@ -214,9 +214,14 @@ def make_objective(
     if not uses_teacher(config.loss):
         return LanguageModelling(student)
     if config.teacher.cache != NONE:
-        known = (config.teacher, teacher, hash_input(target_folder), data)
-        settings = (teacher_temperature(config.loss), token_ids(student), config.seed)
-        cache = teacher_cache(*known, *settings, parallel)
+        cached = CachedTeacher(
+            teacher,
+            hash_input(target_folder),
+            teacher_temperature(config.loss),
+            token_ids(student),
+            config.seed,
+        )
+        cache = teacher_cache(config.teacher, cached, data, parallel)
         return CachedDistillation(student, config.loss, cache)
     return Distillation(student, teacher, config.loss, teacher_states(config, teacher, data))
 

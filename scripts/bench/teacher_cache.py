@@ -28,7 +28,7 @@ from scripts.bench.common import BenchOptions, StepRecorder
 from training.cached_distillation import CachedDistillation
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
-from training.features.teacher_cache import teacher_cache
+from training.features.teacher_cache import CachedTeacher, teacher_cache
 from training.features.teacher_config import SAMPLED, TOP_K, TeacherConfig
 from training.losses.config import LossConfig
 from training.models.build import build_llama, dtype_of
@@ -86,9 +86,8 @@ def main() -> None:
         for kind in (SAMPLED, TOP_K):
             began = time.perf_counter()
             config = TeacherConfig(cache=kind, folder=folder)
-            cache = teacher_cache(
-                config, teacher, "random", data, 1.0, token_ids(student), 0, alone
-            )
+            cached = CachedTeacher(teacher, "random", 1.0, token_ids(student), seed=0)
+            cache = teacher_cache(config, cached, data, alone)
             seconds[kind] = time.perf_counter() - began
             sides[kind] = partial(CachedDistillation, loss=LossConfig(), cache=cache)
 

@@ -25,7 +25,7 @@ from tests.support.forks import Fork, run_ranks
 from training.cached_distillation import CachedDistillation
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample, collate
-from training.features.teacher_cache import TeacherCache, teacher_cache
+from training.features.teacher_cache import CachedTeacher, TeacherCache, teacher_cache
 from training.features.teacher_config import TeacherConfig
 from training.losses.config import LossConfig
 from training.losses.eager import top_forward_kl
@@ -117,7 +117,8 @@ def cached(
 ) -> TeacherCache:
     """Write the cache of a teacher if it is not there, and return it."""
     config = TeacherConfig(cache=cache, folder=str(folder), draws=8, top_k=top_k)
-    return teacher_cache(config, teacher, name, data, temperature, ids, seed, parallel)
+    cached = CachedTeacher(teacher, name, temperature, ids, seed)
+    return teacher_cache(config, cached, data, parallel)
 
 
 @pytest.fixture

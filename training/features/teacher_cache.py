@@ -48,6 +48,27 @@ Key = tuple[int, ...]  # the samples in a row
 
 
 @dataclass(frozen=True)
+class CachedTeacher:
+    """A frozen teacher, and what its cached distributions depend on."""
+
+    # a Hugging Face causal LM with packed attention, in full on every rank
+    model: Any
+    # of its folder
+    folder_hash: str
+    # divides its logits
+    temperature: float
+    # rising ids that the drafter proposes; None: all
+    ids_V: Tensor | None
+    # of the draws
+    seed: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that the drafter proposes."""
+        return int(self.model.config.vocab_size) if self.ids_V is None else len(self.ids_V)
+
+
+@dataclass(frozen=True)
 class Layout:
     """What a position of a cache holds."""
 
@@ -121,29 +142,18 @@ class TeacherCache:
 
 
 def teacher_cache(
-    config: TeacherConfig,
-    teacher: Any,
-    teacher_hash: str,
-    data: PackedData,
-    temperature: float,
-    ids_V: Tensor | None,
-    seed: int,
-    parallel: Any,
+    config: TeacherConfig, teacher: CachedTeacher, data: PackedData, parallel: Any
 ) -> TeacherCache:
     """Return the cache for a frozen teacher and packed rows, and write the shards that it lacks.
 
-    teacher: a Hugging Face causal LM with packed attention, in full on every rank. teacher_hash:
-    the hash of its folder. temperature: divides its logits. ids_V: the rising ids that the drafter
-    proposes; None: all. seed: of the draws. All ranks call it together. Raises UserError if the
-    disk is too small, for an altered shard, and for a teacher whose logits are not finite.
+    All ranks call it together. Raises UserError if the disk is too small, for an altered shard, and
+    for a teacher whose logits are not finite.
     """
-    layout = Layout.of(config, teacher.config.vocab_size if ids_V is None else len(ids_V))
+    layout = Layout.of(config, teacher.vocabulary)
     keys = sorted(tuple(row) for row in data.rows)
     counts = [data.supervised_in([key]) for key in keys]
     shards = _split(keys, counts, layout.bytes)
-    folder = Path(config.folder) / _digest(
-        layout, teacher, teacher_hash, data, shards, temperature, ids_V, seed
-    )
+    folder = Path(config.folder) / _digest(layout, teacher, data, shards)
     if parallel.is_main:
         _announce(folder, layout, sum(counts), [_name(number) for number in range(len(shards))])
     parallel.wait()
@@ -156,8 +166,7 @@ def teacher_cache(
             advance = partial(lambda before, row: bar.update(before + row), done)
             with lock_path(shard, _REMEDY):
                 if map_arrays(shard) is None:
-                    rules = (temperature, ids_V, seed)
-                    _write(shard, layout, teacher, data, keys, *rules, advance)
+                    _write(shard, layout, teacher, data, keys, advance)
                 else:
                     check_arrays(shard, f"Delete {shard}; it is written again")
                     advance(len(keys))
@@ -169,25 +178,23 @@ def teacher_cache(
 def _write(
     shard: Path,
     layout: Layout,
-    teacher: Any,
+    teacher: CachedTeacher,
     data: PackedData,
     keys: Sequence[Key],
-    temperature: float,
-    ids_V: Tensor | None,
-    seed: int,
     advance: Callable[[int], None],
 ) -> None:
     """Write a shard, some rows of packed text at a time. advance: receives the rows written."""
-    device = next(teacher.parameters()).device
+    model = teacher.model
+    device = next(model.parameters()).device
     together = max(1, FORWARD_TOKENS // data.capacity)
     with ArrayWriter(shard, layout.dtypes, _REMEDY) as writer, torch.no_grad():
         for first in range(0, len(keys), together):
             read = keys[first : first + together]
             batch = collate(data.samples, read, data.capacity, device)
-            states_NG = batch.at_supervised(hidden_states(teacher, batch))
-            known = Teacher(states_NG, teacher.lm_head.weight, temperature, ids_V)
-            uniforms = np.random.default_rng([seed, _PURPOSE, *read[0]])
-            step = chunk_rows(teacher.config.vocab_size)
+            states_NG = batch.at_supervised(hidden_states(model, batch))
+            known = Teacher(states_NG, model.lm_head.weight, teacher.temperature, teacher.ids_V)
+            uniforms = np.random.default_rng([teacher.seed, _PURPOSE, *read[0]])
+            step = chunk_rows(model.config.vocab_size)
             for start in range(0, len(states_NG), step):
                 rows = known.at(start, min(start + step, len(states_NG)))
                 if not bool(torch.isfinite(rows.negentropy_C).all()):
@@ -213,21 +220,15 @@ def _content(rows: TeacherRows, layout: Layout, uniforms: np.random.Generator) -
 
 
 def _digest(
-    layout: Layout,
-    teacher: Any,
-    teacher_hash: str,
-    data: PackedData,
-    shards: Sequence[Sequence[Key]],
-    temperature: float,
-    ids_V: Tensor | None,
-    seed: int,
+    layout: Layout, teacher: CachedTeacher, data: PackedData, shards: Sequence[Sequence[Key]]
 ) -> str:
     """Return the name of a cache."""
-    known = (_VERSION, teacher_hash, teacher.dtype, temperature, layout, data.capacity)
-    draws = (seed, FORWARD_TOKENS) if layout.kind == SAMPLED else ()
+    of_teacher = (teacher.folder_hash, teacher.model.dtype, teacher.temperature)
+    known = (_VERSION, *of_teacher, layout, data.capacity)
+    draws = (teacher.seed, FORWARD_TOKENS) if layout.kind == SAMPLED else ()
     digest = hashlib.sha256(repr((known, draws, shards)).encode())
-    if ids_V is not None:
-        digest.update(ids_V.cpu().numpy().tobytes())
+    if teacher.ids_V is not None:
+        digest.update(teacher.ids_V.cpu().numpy().tobytes())
     for sample in data.samples:
         digest.update(np.ascontiguousarray(sample.ids).tobytes() + sample.mask.tobytes())
     return digest.hexdigest()[:16]
