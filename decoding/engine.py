@@ -24,6 +24,7 @@ from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
 from decoding.models.hub import find_folder
 from decoding.models.load import AUTO, load_target
+from decoding.models.model_check import check_end_tokens
 from decoding.models.text.messages import Prompt, prompt_ids
 from decoding.models.text.text_stream import TextStream
 from decoding.models.text.tokenizer import load_tokenizer
@@ -106,13 +107,17 @@ def load(
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the end-of-text ids of generation_config.json and of the tokenizer.
 
-    Raises UserError if generation_config.json cannot be read or its eos_token_id is invalid.
+    Raises UserError if generation_config.json cannot be read, or if its eos_token_id is invalid or
+    outside the vocabulary in config.json.
     """
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     listed = found if isinstance(found, list) else [found]
     ids = [one for one in (*listed, tokenizer.eos_token_id) if one is not None]
     check_value("stop_token_ids", ids, key=f"{path}: eos_token_id")
+    config = path.with_name("config.json")
+    if config.is_file():
+        check_end_tokens(path, found, read_json(config).get("vocab_size"))
     return tuple(sorted(set(ids)))
 
 

@@ -155,6 +155,21 @@ def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = Tr
         _check_quantization(folder, config)
 
 
+def check_end_tokens(file: Path, eos_token_id: Any, vocab_size: Any) -> None:
+    """Raise UserError for an end token outside the vocabulary, with which no text would end.
+
+    file: the file with this eos_token_id, an id or a list of them. Nothing is checked without a
+    vocabulary size, which some families keep elsewhere.
+    """
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    if is_int(vocab_size) and any(is_int(one) and not 0 <= one < vocab_size for one in ids):
+        raise UserError(
+            f"{file}: eos_token_id is {quote(eos_token_id)}, expected ids from 0 to "
+            f"{vocab_size - 1}, as vocab_size is {vocab_size}. Use the file that was published "
+            f"with these weights, or correct the id: no text would end with it."
+        )
+
+
 def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
     """Raise UserError for an invalid field of a known family's config.json.
 
@@ -169,6 +184,7 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
             check_value(key, config[key], rule, f"{file}: {key}")
     for key, rule in _OPTIONAL.items():
         check_value(key, config.get(key), optional(rule), f"{file}: {key}")
+    check_end_tokens(file, config.get("eos_token_id"), config.get("vocab_size"))
     _check_rope(file, config)
     if config.get("quantization_config") is not None:
         raise UserError(

@@ -286,6 +286,21 @@ def test_invalid_end_tokens_name_their_file(tmp_path: Path, value: Any) -> None:
         stop_tokens(tmp_path, load_tokenizer(ASSETS))
 
 
+def test_end_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ASSETS)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 2048}))
+    for value, fits in ((2047, True), (2048, False), ([2, 3000], False)):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        if fits:
+            assert 2047 in stop_tokens(tmp_path, tokenizer)
+            continue
+        with pytest.raises(
+            UserError,
+            match=r"generation_config.json: eos_token_id is .* expected ids from 0 to 2047",
+        ):
+            stop_tokens(tmp_path, tokenizer)
+
+
 def test_end_tokens_come_from_the_folder_and_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ASSETS)
     for value, expected in ((None, set()), (7, {7}), ([7, 9], {7, 9})):
