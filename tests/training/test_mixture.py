@@ -6,17 +6,20 @@ For mixtures inside the loop see test_mixture_in_training.py.
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from decoding.errors import UserError
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import TrainConfig
 from jobs.job import check_arguments
+from jobs.paths import resolve_model
 from tests.support.configurations import configuration
 from training.bounds import Progress
 from training.config import DataConfig, DomainConfig
-from training.data.from_config import data_files
+from training.data.from_config import data_files, training_texts
 from training.data.mixture import (
     MixedData,
     acceptance_gaps,
@@ -267,6 +270,25 @@ def test_mixings_without_figures_or_domains_are_refused():
     with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):
         check_mixture(DataConfig(mixing="loss"), ("loss",))
     check_mixture(DataConfig(), ("loss",))
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "chats.json", "chats.jsonl"])
+def test_a_domains_file_of_another_encoding_is_named(name: str, tmp_path: Path):
+    """Check that a file in Latin-1 is refused by name with a remedy, and read in UTF-8."""
+    turns = [{"from": "human", "value": "Grüße?"}, {"from": "gpt", "value": "Schöne Grüße"}]
+    record = {"conversations": turns} if name.startswith("chats") else {"text": "Schöne Grüße"}
+    text = "Schöne Grüße" if name.endswith("txt") else json.dumps(record, ensure_ascii=False)
+    file = tmp_path / name
+    german = DomainConfig(**{file.stem: [str(file)]})
+    data = DataConfig(domains={"german": german}, cache="none")
+    tokenizer = load_tokenizer(resolve_model("embedded:target"))
+    content = f"[{text}]" if file.suffix == ".json" else text
+    file.write_text(content, encoding="utf-8")
+    assert len(training_texts(tokenizer, data, show=False)["german"]) == 1
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="not UTF-8.* Convert a file of another encoding") as error:
+        training_texts(tokenizer, data, show=False)
+    assert str(file) in str(error.value)
 
 
 def test_a_domain_without_supervised_tokens_is_refused():

@@ -8,6 +8,8 @@ from jobs import ranks
 
 SHOWN_PLACES = 5
 TOO_DEEP = "values nested too deeply"
+NOT_UTF8 = "not UTF-8"
+CONVERT = "Convert a file of another encoding, such as with iconv -f LATIN1 -t UTF-8 FILE"
 
 
 class BadRecordError(Exception):
@@ -67,9 +69,10 @@ class Counts:
         if self.skipped > max_bad * self.read:
             # Jobs without training have no such key.
             remedy = "" if what == "prompts" else ", or raise data.max_bad"
+            convert = f"{CONVERT}. " if NOT_UTF8 in self.bad else ""
             raise UserError(
-                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad. Fix or "
-                f"remove the skipped {what}{remedy}"
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad. "
+                f"{convert}Fix or remove the skipped {what}{remedy}"
             )
         notes = [self.line(what)] if self.skipped or self.cut else []
         for note in notes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from decoding.errors import UserError
-from training.data.counts import TOO_DEEP, BadRecordError
+from training.data.counts import CONVERT, TOO_DEEP, BadRecordError
 
 CHUNK_BYTES = 2**20
 # The end of a window causes errors at most this close to it: the longest token, "-Infinity", has 9
@@ -105,7 +105,7 @@ def read_array(
         # the decoder's bytes are the last ones that were read
         byte = window.read_bytes - len(error.object) + error.start
         raise UserError(
-            f"{file} is not UTF-8 at byte {byte}; expected a JSON array in UTF-8"
+            f"{file} is not UTF-8 at byte {byte}; expected a JSON array in UTF-8. {CONVERT}"
         ) from error
     except json.JSONDecodeError as error:
         line, column = window.position(error.pos)

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
-from training.data.counts import TOO_DEEP, BadRecordError
+from training.data.counts import NOT_UTF8, TOO_DEEP, BadRecordError
 from training.data.hugging_face import HuggingFaceSource
 from training.data.json_array import read_array
 
@@ -79,7 +79,7 @@ def read_records(file: Source) -> Iterator[tuple[str, Any]]:
             try:
                 yield str(file), {"text": file.read_text(encoding="utf-8")}
             except UnicodeDecodeError:
-                yield str(file), BadRecordError("not UTF-8")
+                yield str(file), BadRecordError(NOT_UTF8)
             return
         start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
@@ -131,7 +131,7 @@ def _decode(line: bytes) -> Any:
     try:
         return json.loads(line)
     except UnicodeDecodeError:
-        return BadRecordError("not UTF-8")
+        return BadRecordError(NOT_UTF8)
     except json.JSONDecodeError:
         return BadRecordError("not JSON")
     except RecursionError:
