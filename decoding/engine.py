@@ -189,8 +189,8 @@ def with_costs(
     """Return the settings, with measured costs of a round if a decision needs them.
 
     The stopping policy, the drafter or the schedule may decide from costs. Measuring takes about
-    sixty target forwards, once for each schedule, rule and batch size. It overwrites the caches, so
-    call this before a decode begins.
+    sixty target forwards, once for each schedule, rule and batch size, and up to four times as many
+    beside busy processes. It overwrites the caches, so call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:

@@ -22,7 +22,7 @@ from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
-from training.held_out.speedup import selecting_figure
+from training.held_out.speedup import SPEEDUP, UNRELIABLE, selecting_figure
 from training.on_policy import OnPolicyOptions
 
 _SAFETENSORS_NAMES = {
@@ -31,6 +31,11 @@ _SAFETENSORS_NAMES = {
     torch.float16: "F16",
     torch.float64: "F64",
 }
+
+_WHY_UNRELIABLE = (
+    "other processes used the processors while the costs were measured, or a round took less time "
+    "than its parts"
+)
 
 # transformers' assisted generation would vary the draft length
 _FIXED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
@@ -258,7 +263,11 @@ def figures_on_card(card: dict[str, Any]) -> str:
     """Return the held-out figures of a card in one line, or `not measured`."""
     measured = {key: value for key, value in card["acceptance"].items() if isinstance(value, float)}
     temperature = measured.pop("temperature", None)
-    figures = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in measured.items())
+    unreliable = measured.pop(UNRELIABLE, None)
+    shown = {key: f"{value:.3f}" for key, value in measured.items()}
+    if unreliable:
+        shown[SPEEDUP] = f"unreliable ({_WHY_UNRELIABLE})"
+    figures = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
     if not figures:
         return "not measured"
     return figures if temperature is None else f"{figures}, texts at temperature {temperature:g}"

@@ -1,13 +1,13 @@
 """Measure the costs of a round on this machine: its parts, and the rest of its time."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import TypeVar
+from time import perf_counter
 
+from decoding.costs.contention import UNDISTURBED, disturbance, with_share
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.remote import RemoteChain, separate_cores
 from decoding.interfaces import Drafter, RoundCosts, Target
@@ -21,8 +21,10 @@ SPARED = 0.25  # maximum time that a round saves over its parts, in target steps
 EVERY = 16  # draft length up to which every width is timed
 DEEP = RoundCosts(0.01, (1.0,))  # costs at which a planner always drafts to its limit
 LEAST_WINDOWS = 3  # minimum at which the median ignores one outlier
-
-Window = TypeVar("Window")
+# Limits on measuring again: windows in which other processes used the processors (factor on their
+# number), and costs with a negative rest of a round (times).
+MOST_FACTOR, ATTEMPTS = 2, 2
+NEGATIVE = "a round took less time than its parts alone"
 
 
 def bind_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
@@ -69,6 +71,11 @@ def measure_costs(
     one draft token (serial schedule only) and without drafts. The rest of a round is the
     difference between its time and its parts (`add_rest`).
 
+    A window during which other processes used the processors is replaced by another one, up to
+    `windows` times and as long as `seconds` have not passed. Costs with a negative rest of a round
+    are measured once more within `seconds`. Costs that remain disturbed or negative are returned
+    with the reason in `unreliable`.
+
     widths: numbers of new tokens at which the target is timed. context: committed tokens while the
     parts are timed, by default the prompt's length. A drafter with a frontier planner is measured
     at one node and at the planner's best frontier; the costs with the higher expected rate are
@@ -101,7 +108,7 @@ def measure_costs(
             warmup=1,
         ).costs
 
-    def window(frontier: int | None = None) -> RoundCosts:
+    def window(frontier: int | None) -> RoundCosts:
         nonlocal brief
         brief = replace(brief, costs=replace(DEEP, frontier=frontier))
         costs = replace(timed(), frontier=frontier)
@@ -113,24 +120,57 @@ def measure_costs(
     with bind_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
         planner = drafter.capabilities.frontier_planner
-        if planner is None:
-            return combine_windows(_collect(window, windows, seconds))
-        # The planner chooses by the parts alone. With the rest of a round another choice may be
-        # better, so a frontier of one node is also measured.
-        frontiers = sorted({1, planner.best_frontier(timed())})
-        found = _collect(lambda: [window(frontier) for frontier in frontiers], windows, seconds)
-        return max(
-            (combine_windows(of) for of in zip(*found, strict=True)),
-            key=lambda costs: planner.expected_rate(costs) * costs.target_ms(1),
+        frontiers: Sequence[int | None] = [None]
+        if planner is not None:
+            # The planner chooses by the parts alone. With the rest of a round another choice may be
+            # better, so a frontier of one node is also measured.
+            frontiers = sorted({1, planner.best_frontier(timed())})
+        found = _measure_windows(
+            lambda: with_share(target, drafter, lambda: [window(one) for one in frontiers]),
+            windows,
+            seconds,
         )
+    if planner is None:
+        return found[0]
+    return max(found, key=lambda costs: planner.expected_rate(costs) * costs.target_ms(1))
 
 
-def _collect(window: Callable[[], Window], most: int, seconds: float) -> list[Window]:
-    """Return `most` windows, or fewer but at least LEAST_WINDOWS if `seconds` pass before."""
-    ends, found = time.perf_counter() + seconds, [window() for _ in range(min(most, LEAST_WINDOWS))]
-    while len(found) < most and time.perf_counter() < ends:
+# Measures the costs of each frontier in one window of time. Returns the share of the time in which
+# the measurement had its processors, and the costs.
+Window = Callable[[], tuple[float, list[RoundCosts]]]
+
+
+def _measure_windows(window: Window, most: int, seconds: float) -> list[RoundCosts]:
+    """Return the combined costs of each frontier, with the reason if they are unreliable."""
+    ends = perf_counter() + seconds
+    for _ in range(ATTEMPTS):
+        windows = _collect(window, most, ends)
+        found = [combine_windows(of) for of in zip(*(costs for _, costs in windows), strict=True)]
+        if all(costs.overhead_ms >= 0 for costs in found) or perf_counter() >= ends:
+            break
+    share = min(share for share, _ in windows)
+    disturbed = "" if share >= UNDISTURBED else disturbance(share)
+    return [
+        replace(costs, unreliable=disturbed or (NEGATIVE if costs.overhead_ms < 0 else ""))
+        for costs in found
+    ]
+
+
+def _collect(window: Window, most: int, ends: float) -> list[tuple[float, list[RoundCosts]]]:
+    """Return `most` undisturbed windows, or fewer but at least LEAST_WINDOWS if time ends before.
+
+    If fewer than LEAST_WINDOWS are undisturbed, return the LEAST_WINDOWS least disturbed ones.
+    ends: end of the time, by `perf_counter`.
+    """
+    least, found = min(most, LEAST_WINDOWS), list[tuple[float, list[RoundCosts]]]()
+    undisturbed = 0
+    while undisturbed < most and len(found) < MOST_FACTOR * most:
+        if len(found) >= least and perf_counter() >= ends:
+            break
         found.append(window())
-    return found
+        undisturbed += found[-1][0] >= UNDISTURBED
+    by_share = sorted(found, key=lambda pair: pair[0], reverse=True)
+    return by_share[: max(least, undisturbed)]
 
 
 def add_rest(

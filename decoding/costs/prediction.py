@@ -66,6 +66,7 @@ class Costs:
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft or deepest tree to consider; None: all timed ones
     policy_lengths: bool = False  # a stopping policy chooses lengths, up to `deepest` alone
+    unreliable: str = ""  # why a prediction is unreliable, as a clause; empty: it is reliable
 
     @classmethod
     def of_chain(cls, costs: RoundCosts, one_pass: bool) -> Costs:
@@ -80,6 +81,7 @@ class Costs:
             overhead=costs.overhead_ms / t_1,
             baseline_overhead=costs.plain_ms / t_1 - 1.0,
             one_pass=one_pass,
+            unreliable=costs.unreliable,
         )
 
     def V_at(self, width: float) -> float:

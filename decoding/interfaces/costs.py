@@ -28,6 +28,8 @@ class RoundCosts:
     t_draft_by_frontier_ms: tuple[tuple[int, float], ...] = ()
     # frontier at which `overhead_ms` was measured; None: the planner's choice for these costs
     frontier: int | None = None
+    # why a prediction from these costs is unreliable, as a clause; empty: it is reliable
+    unreliable: str = ""
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":

@@ -25,6 +25,8 @@ LEAST = {"sweep": 2, "main": 5}
 UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
 COSTS = 0.1  # share of the bound for measuring the costs that stopping rules use
 USUAL_COSTS = 120.0  # seconds for it without a bound
+AGAIN = 0.1  # share of the bound for measuring again what other processes disturbed
+USUAL_AGAIN = 120.0  # seconds for it without a bound
 
 _REMEDY = "Delete it: the records are kept, and the time spent before is not counted"
 
@@ -79,6 +81,11 @@ class Deadline:
         Each cost takes at least three windows, however long they are.
         """
         return COSTS * self.max_seconds if self.bounds else USUAL_COSTS
+
+    @property
+    def again_seconds(self) -> float:
+        """Limit on the seconds that measure again what other processes disturbed."""
+        return AGAIN * self.max_seconds if self.bounds else USUAL_AGAIN
 
     def has_room(self, part: str, blocks: int) -> bool:
         """Return whether to measure another block of a part after `blocks` of them.

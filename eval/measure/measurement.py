@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from decoding.costs.contention import UndisturbedClock
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import decode
@@ -21,7 +22,6 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 from eval.measure.benchmarks import Benchmark, render_turns
-from eval.measure.cpu_contention import UndisturbedClock
 from eval.measure.records import BASELINE, COUPLED, Arm, Condition, Record
 from eval.statistics.lossless import is_compared
 from jobs.drafter_use import ALONE, DrafterUse

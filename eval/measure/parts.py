@@ -11,15 +11,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
+from decoding.costs.contention import UNDISTURBED, with_share
 from decoding.costs.measure import bind_cores, measure_costs, widths_to_time
-from decoding.costs.timing import time_parts
-from decoding.interfaces import RoundCosts
+from decoding.costs.timing import Parts, time_parts
+from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.schedules.by_name import WALL, decides_by_cost
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
@@ -30,6 +33,9 @@ from jobs.run_files import read_journal_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
+# Timings of a part while other processes use the processors: their number, and the seconds after
+# which none begins.
+ATTEMPTS, ATTEMPT_SECONDS = 3, 3.0
 MOST_REPEATS = 4  # largest factor on the repeats of a target that several drafters share
 COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
 
@@ -49,6 +55,8 @@ class Slice:
     shared: bool = True
     # beams that a step starts from -> its time; empty: all steps take t_draft_ms
     t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+    # share of the time in which the timing had its processors
+    cpu_share: float = 1.0
 
     @property
     def condition(self) -> Condition:
@@ -68,7 +76,8 @@ def time_slice(
     The caches hold the prompt and half of max_new_tokens. repeats: timings of each part. The target
     is timed once for all drafters that share it, with more repeats if there are several. Every
     drafter is timed in the same way, alternating with a target step, so that one model under two
-    names has the same cost.
+    names has the same cost. While other processes use the processors, a part is timed up to
+    ATTEMPTS times, and the least disturbed timing counts.
     """
     timing: dict[str, Any] = {
         "context": len(prompt) + bench.settings.max_new_tokens // 2,
@@ -81,12 +90,15 @@ def time_slice(
         shared = bench.uses[name].schedule not in WALL
         often = repeats * min(sharing, MOST_REPEATS) if shared else repeats
         with bind_cores(bench.target, drafter, bench.uses[name].schedule):
-            step = time_parts(bench.target, drafter, prompt, widths=(1,), repeats=repeats, **timing)
+            share, step = _time_undisturbed(
+                bench.target, drafter, prompt, widths=(1,), repeats=repeats, **timing
+            )
             target = step
             if not shared or not any(one.shared for one in slices):
-                target = time_parts(
+                target_share, target = _time_undisturbed(
                     bench.target, None, prompt, widths=widths, repeats=often, **timing
                 )
+                share = min(share, target_share)
         assert step.t_draft_ms is not None, "a drafter was timed"
         slices.append(
             Slice(
@@ -96,9 +108,26 @@ def time_slice(
                 step.context,
                 shared,
                 step.t_draft_by_frontier_ms,
+                share,
             )
         )
     return slices
+
+
+def _time_undisturbed(
+    target: Target, drafter: Drafter | None, prompt: Sequence[int], **timing: Any
+) -> tuple[float, Parts]:
+    """Return the least disturbed of up to ATTEMPTS timings, after the share of it that was not."""
+
+    def timed() -> tuple[float, Parts]:
+        return with_share(target, drafter, lambda: time_parts(target, drafter, prompt, **timing))
+
+    began, found = perf_counter(), [timed()]
+    while found[-1][0] < UNDISTURBED and len(found) < ATTEMPTS:
+        if perf_counter() - began > ATTEMPT_SECONDS:
+            break
+        found.append(timed())
+    return max(found, key=lambda pair: pair[0])
 
 
 def freeze_costs(
@@ -144,6 +173,8 @@ def freeze_costs(
                 )
                 values = {name: dataclasses.asdict(costs) for name, costs in measured.items()}
                 write_text(path, json.dumps(values, indent=1))
+                if why := measured[key].unreliable:
+                    print(f"eval: the costs of {key} are unreliable: {why}", file=sys.stderr)
             bench.costs[name, condition] = measured[key]
 
 
@@ -169,7 +200,10 @@ def median_parts(
     t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
     beams = mine[0].t_draft_by_beams_ms
     by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in mine) for n in beams}
-    return PartTimes(median(s.t_draft_ms for s in mine), t_target_ms, mine[0].context, by_beams)
+    share = min(median(s.cpu_share for s in some) for some in (mine, timed))
+    return PartTimes(
+        median(s.t_draft_ms for s in mine), t_target_ms, mine[0].context, by_beams, share
+    )
 
 
 def slice_from(values: dict[str, Any]) -> Slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class Record:
     decode_seconds: float
     draft_seconds: float  # of these, the drafter's
     # in which decoding had its processors, during prefill and decoding of the batch
-    # (see eval.measure.cpu_contention)
+    # (see decoding.costs.contention)
     cpu_seconds: float
     # index of the first token that differs from the baseline's; None: equal, or not compared
     differs_at: int | None
@@ -83,7 +84,8 @@ class Record:
     sample: int = 0  # number of the generation, of several of one prompt
     trace: str = ""  # see Generation.trace
     draft_beams: int = 0  # sum over draft steps of the beams they started from; 0: one each
-    attempt: int = 1  # number of times that its unit was measured, after stalls of the machine
+    # number of times that its unit was measured, after stalls and disturbances of the machine
+    attempt: int = 1
 
     @property
     def condition(self) -> Condition:
@@ -111,6 +113,18 @@ def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
         if len(usual) >= 3 and slowest > STALL * median(usual):
             return True
     return False
+
+
+def undisturbed_share(unit: Sequence[Record]) -> float:
+    """Return the share of a unit's time in which decoding had its processors."""
+    batches: dict[tuple[Arm, int, int], list[Record]] = defaultdict(list)
+    for record in unit:
+        batches[record.arm, record.sample, record.turn].append(record)
+    seconds = sum(
+        rows[0].prefill_seconds + max(row.decode_seconds for row in rows)
+        for rows in batches.values()
+    )
+    return sum(rows[0].cpu_seconds for rows in batches.values()) / seconds
 
 
 def record_from(values: dict[str, Any]) -> Record:

@@ -7,7 +7,6 @@ shuffled order, until no other prompt fits (see eval.measure.deadline).
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 from collections import defaultdict
@@ -34,17 +33,15 @@ from eval.measure.records import (
     Record,
     append_lines,
     record_from,
-    stalled,
     write_records,
 )
+from eval.measure.repetition import Repetition
 from eval.measure.setup import Loaded, conditions, median_prompt, warm_up, widths
 from eval.statistics.rows import pool_of
 from jobs.drafter_use import ALONE
 from jobs.progress import ProgressBar
 from jobs.run_files import read_journal_lines
 from training.data.readers import Prompt
-
-ATTEMPTS = 3  # at a unit during which the machine stalls
 
 
 class Session:
@@ -63,6 +60,7 @@ class Session:
         self.slices_file.unlink(missing_ok=True)
         append_lines(self.slices_file, self.slices)
         self._prompt = median_prompt(loaded.bench)
+        self._repetition = Repetition(loaded.bench, deadline)
         self.overrun_seconds = 0.0  # see Row.overrun_seconds; set by `measure`
         self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
@@ -133,12 +131,11 @@ class Session:
         if task.index % UNITS_A_SLICE == 0:
             self._time_parts(condition, part)
         before = [r for r in self.records if (r.condition, r.part) == (condition, part)]
-        for attempt in range(1, ATTEMPTS + 1):
-            new = measure_unit(bench, task, arms, progress.done)
-            new = [dataclasses.replace(record, attempt=attempt) for record in new]
-            if attempt == ATTEMPTS or not stalled(new, before):
-                break
-            progress.skip(-decodings)
+        new = self._repetition.measure(
+            lambda: measure_unit(bench, task, arms, progress.done),
+            before,
+            again=lambda: progress.skip(-decodings),
+        )
         self.records += new
         append_lines(self.records_file, new)
 
@@ -286,9 +283,9 @@ class _Progress:
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
-        """Count decodings of an earlier run; a negative number removes those of a stalled unit."""
+        """Count decodings of an earlier run; a negative number removes those to be repeated."""
         self.count += generations
-        self._update("already measured" if generations > 0 else "the machine stalled: once more")
+        self._update("already measured" if generations > 0 else "the machine was busy: once more")
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
         self.count += 1

@@ -169,7 +169,7 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
         mine = sorted((r for r in rows if r.drafter == name), key=lambda r: r.num_draft_tokens)
         shift = 0.06 * (index - (len(names) - 1) / 2)  # keeps intervals apart
         gammas = [row.num_draft_tokens + shift for row in mine]
-        predicted = [row.predicted_speedup or np.nan for row in mine]
+        predicted = [np.nan if r.unreliable else r.predicted_speedup or np.nan for r in mine]
         axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), color=styles[name].colour)
         speeds = [_speedup(row) for row in mine]
         colour, marker = styles[name].colour, styles[name].marker

@@ -106,7 +106,7 @@ def result_cells(row: Row) -> dict[str, str]:
         "c": number(row.cost_ratio, 3),
         "V": number(row.target_ms_per_round / row.t_target_ms[1]) if verifies else NONE,
         "overhead": percent(row.overhead),
-        "predicted": times(row.predicted_speedup),
+        "predicted": text.predicted(row.predicted_speedup, row),
         "output": row.lossless,
     }
 
@@ -154,15 +154,17 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
     overlapped = any(row.schedule in SCHEDULES for _, row in named)
     cells, marks = [], []
     for name, row in named:
-        best, there = str(row.best_gamma) if row.helps else "none", times(row.best_gamma_speedup)
+        best = str(row.best_gamma) if row.helps else "none"
+        reliable = None if row.unreliable else row.predicted_speedup
+        there = text.predicted(row.best_gamma_speedup, row)
         cells.append(
             {
                 **_place(name, row),
                 "length set by": RULES[row.length_rule],
                 "speedup": times(row.speedup),
-                "predicted": times(row.predicted_speedup),
-                "predicted / measured": _ratio(row.predicted_speedup, row),
-                "best gamma": best if row.num_draft_tokens else NONE,
+                "predicted": text.predicted(row.predicted_speedup, row),
+                "predicted / measured": _ratio(reliable, row),
+                "best gamma": best if row.num_draft_tokens and not row.unreliable else NONE,
                 "predicted there": there if row.num_draft_tokens else NONE,
             }
         )
@@ -174,7 +176,7 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
                 "replay": times(row.replayed_speedup),
                 "replay / measured": _ratio(row.replayed_speedup, row),
             }
-        predicted_off = off_by(row.predicted_speedup, row, PREDICTED_WITHIN)
+        predicted_off = off_by(reliable, row, PREDICTED_WITHIN) or bool(row.unreliable)
         replay_off = off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
         marks.append("bad" if predicted_off or replay_off else "")
     key = {"drafter", "setting", "gamma", "speedup", "predicted", "replay"}
@@ -359,7 +361,8 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
         title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
         results.append(dataclasses.replace(table, title=title))
     tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
-    print_tables(tables, text.warnings(shown), [limits_note(shown[0])], text.LEGEND, console)
+    notes = [*text.doubts(named), limits_note(shown[0])]
+    print_tables(tables, text.warnings(shown), notes, text.LEGEND, console)
 
 
 def print_comparison(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 import yaml
 
-from decoding.schedules.by_name import VIRTUAL, WALL
+from decoding.costs.contention import UNDISTURBED, waits
+from decoding.schedules.by_name import VIRTUAL
 from decoding.stopping.policies import EAGER
 from eval.measure.lengths import CAPPED
 from eval.measure.records import Record
@@ -17,8 +19,7 @@ from eval.statistics.schema import Row
 
 NONE = "–"
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-# Decoding on a CPU never waits, so its thread runs all the time unless other processes interfere.
-UNDISTURBED = 0.9
+UNRELIABLE = "unreliable"  # in place of a predicted speedup
 
 _LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml").read_text("utf-8"))
 LEGEND: dict[str, str] = _LEGENDS["evaluation"]
@@ -33,6 +34,25 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def times(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
+
+
+def predicted(value: float | None, row: Row) -> str:
+    """Return a speedup that was predicted for this row, or that it is unreliable."""
+    return UNRELIABLE if value is not None and row.unreliable else times(value)
+
+
+def doubts(named: Sequence[tuple[str, Row]]) -> list[str]:
+    """Return a sentence for each reason for which predictions are unreliable.
+
+    named: rows, each with its name.
+    """
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, row in named:
+        if row.unreliable:
+            by_reason[row.unreliable].append(f"{name} ({row.condition_label})")
+    return [
+        f"Unreliable prediction, as {why}: {', '.join(rows)}." for why, rows in by_reason.items()
+    ]
 
 
 def percent(value: float | None, digits: int = 0) -> str:
@@ -121,10 +141,8 @@ def warnings(rows: Sequence[Row]) -> list[str]:
 
 def disturbance(rows: Sequence[Row]) -> str:
     """Return a warning if other processes used the CPU during decoding, else an empty string."""
-    if rows[0].device != "cpu" or rows[0].backend.endswith("processes)"):
-        return ""
-    # Waiting for a drafter or a target in another process is expected.
-    share = min((row.cpu_share for row in rows if row.schedule not in WALL), default=1.0)
+    judged = [row for row in rows if not waits(row.device, row.backend, row.schedule)]
+    share = min((row.cpu_share for row in judged), default=1.0)
     if share >= UNDISTURBED:
         return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"

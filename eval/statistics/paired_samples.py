@@ -77,6 +77,12 @@ class PairedSample:
         return self.draft_beams / self.draft_steps if self.draft_steps else 1.0
 
     @property
+    def cpu_share(self) -> float:
+        """Share of the time of both sides in which decoding had its processors."""
+        drafted = self.seconds + self.prefill_seconds
+        return self.cpu_seconds / (drafted + self.base_seconds + self.base_prefill_seconds)
+
+    @property
     def tested_counts(self) -> tuple[list[int], list[int]]:
         """Sums (tested_D, accepted_D) of the draft tokens tested and accepted at each depth."""
         return metrics.add_by_depth(self.tested), metrics.add_by_depth(self.accepted)
@@ -181,6 +187,8 @@ class Pool:
     # P(depth k is offered and accepted | the depths before it were accepted)
     pass_rates: list[float | None]
     costs: prediction.Costs
+    # least share of its time in which a measurement behind the costs had its processors
+    cpu_share: float
 
 
 ByGamma = Mapping[int, PairedSample]  # draft length -> the sum of the units that ran at it
@@ -234,7 +242,9 @@ def pool_counts(
     )
     overhead = _overhead(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
     base_overhead = everything.base_round_ms / parts.t_target_ms[1] - 1.0
-    return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=base_overhead))
+    costs = replace(costs, overhead=overhead, baseline_overhead=base_overhead)
+    shares = (parts.cpu_share, parts_then.cpu_share, everything.cpu_share)
+    return Pool(passes, costs, min(*shares, total(timed.values()).cpu_share))
 
 
 def _ratios(parts: PartTimes) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from decoding.costs import prediction
+from decoding.costs.contention import UNDISTURBED, disturbance, waits
+from decoding.costs.measure import NEGATIVE
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES, WALL
 from eval.measure.parts import Slice, median_parts
@@ -107,6 +109,7 @@ def build_row(
         **_speed(sample, units, run),
         **_headline(units, run),
         predicted_speedup=predicted,
+        unreliable="" if predicted is None else _doubt(run, facts, pool),
         replayed_speedup=_replayed(run, facts, first.num_draft_tokens, sample, pool),
         best_gamma=verdict.gamma,
         best_gamma_speedup=verdict.speedup,
@@ -115,6 +118,14 @@ def build_row(
         categories=_categories(units, run),
         **row_budgets(shapes, facts, sample, parts.context),
     )
+
+
+def _doubt(run: RunFacts, facts: DrafterFacts, pool: Pool) -> str:
+    """Return why a prediction from these costs is unreliable, as a clause; "" if it is reliable."""
+    disturbed = not waits(run.device, run.backend, facts.schedule) and pool.cpu_share < UNDISTURBED
+    if disturbed:
+        return disturbance(pool.cpu_share)
+    return NEGATIVE if pool.costs.overhead < 0 else ""
 
 
 def _verdict(facts: DrafterFacts, pool: Pool) -> prediction.Verdict:
@@ -177,7 +188,7 @@ def _speed(sample: PairedSample, units: Sequence[PairedSample], run: RunFacts) -
         "baseline_tokens_per_second": sample.base_tokens / sample.base_seconds,
         **metrics.interval_fields("speedup", _interval(units, run)),
         "speedup_with_prefill": sample.tokens / seconds * base_seconds / sample.base_tokens,
-        "cpu_share": sample.cpu_seconds / (seconds + base_seconds),
+        "cpu_share": sample.cpu_share,
         "slower_prompts": sum(len(unit.ids) for unit in units if unit.speedup < 1),
         "worst_prompt": worst.ids[0],
         "worst_speedup": worst.speedup,

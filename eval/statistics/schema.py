@@ -45,6 +45,8 @@ class PartTimes:
     context: int  # committed tokens in the caches while timing
     # beams that a step starts from -> its time; empty: all steps take t_draft_ms
     t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
+    # share of the time in which the timing had its processors
+    cpu_share: float = 1.0
 
     def at(self, beams: float) -> PartTimes:
         """Return the times for a (mean) number of beams, interpolated between those timed."""
@@ -173,7 +175,7 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    # share of wall time in which decoding had its processors (see eval.measure.cpu_contention);
+    # share of wall time in which decoding had its processors (see decoding.costs.contention);
     # well below 1 on a CPU: other processes used the machine
     cpu_share: float
     slower_prompts: int  # units on which the drafter loses
@@ -205,6 +207,7 @@ class Row:
     draft_vocab_size: int = 0  # tokens that the drafter can propose; 0: all
     prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound
     engine: str = "ours"
+    unreliable: str = ""  # why predicted_speedup is unreliable, as a clause; empty: it is reliable
 
     @property
     def condition(self) -> Condition:

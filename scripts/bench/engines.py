@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from decoding.costs.contention import machine_seconds
 from decoding.errors import UserError
 from decoding.models.folder import read_config
-from eval.measure.cpu_contention import machine_seconds
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.schema import read_all_rows
 from jobs.paths import resolve, resolve_model

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.costs.measure import CHEAPEST, SPARED, add_rest, combine_windows, measure_costs
+from decoding.costs.contention import UndisturbedClock
+from decoding.costs.measure import (
+    CHEAPEST,
+    NEGATIVE,
+    SPARED,
+    add_rest,
+    combine_windows,
+    measure_costs,
+)
 from decoding.costs.timing import Parts, choose_threads, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
@@ -48,10 +56,18 @@ class SimulatedClock:
         return call
 
 
+@pytest.fixture(autouse=True)
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the shares of its processors that the next measurements find; then all find 1."""
+    shares: list[float] = []
+    monkeypatch.setattr(UndisturbedClock, "share", lambda self: shares.pop(0) if shares else 1.0)
+    return shares
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     clock = SimulatedClock()
-    for module in ("costs.timing", "rounds.batch", "session"):
+    for module in ("costs.timing", "costs.measure", "rounds.batch", "session"):
         monkeypatch.setattr(f"decoding.{module}.perf_counter", clock)
     target, _, draft_model = models()
     for model, ms in ((target, clock.TARGET_MS), (draft_model, clock.DRAFT_MS)):
@@ -126,29 +142,89 @@ def test_the_rest_of_a_round_excludes_both_models(
     assert after.t_draft_ms == pytest.approx(before.t_draft_ms)
 
 
+class SimulatedParts:
+    """Timings of a round's parts that take a second each; target_ms: t_target(1) in each of them.
+
+    The last one repeats. A simulated round has TARGET_MS in its forward.
+    """
+
+    def __init__(self, clock: SimulatedClock, target_ms: list[float]) -> None:
+        self.clock, self.target_ms, self.windows = clock, target_ms, 0
+
+    def __call__(self, *given: Any, **settings: Any) -> Parts:
+        self.clock.advance(1000)
+        ms = self.target_ms[min(self.windows, len(self.target_ms) - 1)]
+        self.windows += 1
+        return Parts(0.05, {1: ms, 2: 1.01 * ms}, 10, 1)
+
+    def costs(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> RoundCosts:
+        """Return costs measured from these timings."""
+        monkeypatch.setattr("decoding.costs.measure.time_parts", self)
+        target, _, draft_model = models()
+        drafter, prompt = ChainDrafter(model=draft_model), [4, 5, 6]
+        with torch.inference_mode():
+            return measure_costs(
+                target, drafter, prompt, Settings(), **{"windows": 5, "tokens": 4, **settings}
+            )
+
+
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (1e9, 5)])
 def test_at_least_three_windows_are_measured(
-    seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, expected: int, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    windows = []
+    parts = SimulatedParts(clock, [0.9])
+    assert parts.costs(monkeypatch, seconds=seconds).unreliable == ""
+    assert parts.windows == expected
 
-    def timed(*given: Any, **settings: Any) -> Parts:
-        windows.append(settings)
-        return Parts(0.2, {1: 1.0, 2: 1.3}, 10, 1)
 
-    monkeypatch.setattr("decoding.costs.measure.time_parts", timed)
-    target, _, draft_model = models()
-    with torch.inference_mode():
-        measure_costs(
-            target,
-            ChainDrafter(model=draft_model),
-            [4, 5, 6],
-            Settings(),
-            windows=5,
-            tokens=4,
-            seconds=seconds,
-        )
-    assert len(windows) == expected
+def test_windows_that_other_processes_disturb_are_replaced(
+    shares: list[float], clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that forwards of 0.2 ms in disturbed windows change nothing, in four of nine windows.
+
+    Control: the same windows, undisturbed, change t_target(1).
+    """
+    pace_ms, disturbed = [0.2, 0.9, 0.2, 0.2, 0.9, 0.9, 0.2, 0.9, 0.9], [0.1, 0.3, 0.5, 0.89]
+    shares += [disturbed.pop(0) if ms == 0.2 else 0.95 for ms in pace_ms]
+    parts = SimulatedParts(clock, pace_ms)
+    costs = parts.costs(monkeypatch)
+    assert costs.target_ms(1) == pytest.approx(0.9)
+    assert (costs.unreliable, parts.windows) == ("", 9)
+
+    control = SimulatedParts(clock, pace_ms)
+    assert control.costs(monkeypatch).target_ms(1) == pytest.approx(0.2)
+    assert control.windows == 5
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1e9, 10), (6.5, 7)])
+def test_costs_that_stay_disturbed_are_unreliable(
+    seconds: float,
+    expected: int,
+    shares: list[float],
+    clock: SimulatedClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check that repetition has bounds, and that the least disturbed windows count."""
+    shares += [0.2, 0.4, 0.3, 0.4, 0.4, *[0.2] * 20]
+    parts = SimulatedParts(clock, [0.1, 0.9, 0.1, 0.9, 0.9, 0.1])
+    costs = parts.costs(monkeypatch, seconds=seconds)
+    assert parts.windows == expected
+    assert "only 40 % of the time" in costs.unreliable
+    assert costs.target_ms(1) == pytest.approx(0.9)
+    assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
+
+
+@pytest.mark.parametrize("later_ms", [0.9, 3.0])
+def test_a_negative_rest_of_a_round_is_measured_again(
+    later_ms: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that parts longer than the round of 1 ms are refused once, and marked if they stay."""
+    parts = SimulatedParts(clock, [3.0] * 5 + [later_ms])
+    costs = parts.costs(monkeypatch)
+    assert parts.windows == 10
+    assert costs.target_ms(1) == pytest.approx(later_ms)
+    assert (costs.overhead_ms < 0) == (later_ms == 3.0)
+    assert costs.unreliable == (NEGATIVE if later_ms == 3.0 else "")
 
 
 def test_work_of_every_step_is_charged_to_steps(

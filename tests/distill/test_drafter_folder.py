@@ -1,5 +1,6 @@
 """The launch lines in a drafter folder's README: valid in any folder, for any name of a target."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -52,6 +53,22 @@ def test_the_vllm_line_names_a_target_by_its_absolute_path(
     assert command == ["vllm", "serve", str(path), "--speculative-config"]
     assert json.loads(given) == {"method": "draft_model", "model": ".", "num_speculative_tokens": 4}
     assert "On another machine, replace it" in readme.read_text()
+
+
+@pytest.mark.parametrize("unreliable", [False, True])
+def test_a_readme_shows_no_unreliable_speedup(
+    drafter: Path, embedded_target: Path, unreliable: bool
+):
+    figures = {"acceptance": 0.5, "predicted_speedup": 1.234, "temperature": 0.0}
+    if unreliable:
+        figures["predicted_speedup_unreliable"] = 1.0
+    origin = Provenance.untrained("mine", "embedded:target", embedded_target)
+    origin = dataclasses.replace(origin, acceptance=figures)
+    write_card(drafter, AutoModelForCausalLM.from_pretrained(drafter), origin)
+    readme = (drafter / "README.md").read_text()
+    assert "Held-out: acceptance 0.500, predicted speedup " in readme
+    assert ("predicted speedup unreliable (other processes" in readme) == unreliable
+    assert ("1.234" in readme) == (not unreliable)
 
 
 def test_a_name_on_the_hub_stays_as_it_is(drafter: Path, embedded_target: Path):

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from training.config import HeldOutConfig
 from training.data.packing import Sample
 from training.held_out.costs import FILE, freeze_costs
 from training.held_out.rounds import chain_survival, walk
-from training.held_out.speedup import SpeedupPrediction
+from training.held_out.speedup import SpeedupPrediction, describe_prediction
 from training.loop import fit
 from training.parallel.strategy import Parallel
 
@@ -142,6 +144,17 @@ def test_the_predicted_speedup_selects_another_checkpoint_than_acceptance(tmp_pa
     assert progress.best_step == 2
     assert progress.best["predicted_speedup"] == pytest.approx(2 / COSTS.round(1))
     assert select(tmp_path / "acceptance", "acceptance").best_step == 1
+
+
+def test_a_prediction_from_unreliable_costs_is_not_shown():
+    """Check the words of an evaluation, and that the figure still selects a checkpoint."""
+    survival = chain_survival([torch.tensor([1.0, 0.0] * 10)], 5)
+    reliable = SpeedupPrediction(COSTS, 20, 5).figures(survival, [20])
+    doubted = replace(COSTS, unreliable="other processes used the processors")
+    found = SpeedupPrediction(doubted, 20, 5).figures(survival, [20])
+    assert found["score"] == reliable["score"]
+    assert re.search(r"predicted \d\.\d\dx at length 1", describe_prediction(reliable))
+    assert re.search(r"predicted unreliable at length 1", describe_prediction(found))
 
 
 def test_costs_are_measured_once_and_refused_elsewhere(tmp_path: Path):

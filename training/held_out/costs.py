@@ -172,4 +172,6 @@ def _measure(
         f"measured in {time.monotonic() - began:.1f} s; checkpoints are selected by the predicted "
         f"speedup"
     )
+    if costs.unreliable:
+        print(f"the predicted speedup is unreliable: {costs.unreliable}")
     return costs

@@ -10,6 +10,7 @@ from training.held_out.rounds import walk
 
 SPEEDUP, TOKENS = "predicted_speedup", "predicted_block_efficiency"
 LENGTH = "predicted_draft_length"
+UNRELIABLE = "predicted_speedup_unreliable"  # 1, where the costs are; else there is no such figure
 LONGEST_DRAFT = 8  # of a chain of single tokens
 
 
@@ -27,7 +28,7 @@ class SpeedupPrediction:
         """Return block efficiency and speedup at the best draft length, this length and `score`.
 
         The score is the predicted speedup. survival_ATK, lengths_A: see `walk`. Ties go to the
-        shorter draft.
+        shorter draft. A prediction from unreliable costs is marked.
         """
         found = []
         for gamma in self.costs.gammas:
@@ -41,17 +42,19 @@ class SpeedupPrediction:
             SPEEDUP: speedup,
             LENGTH: float(-minus_gamma),
             "score": speedup,
+            **({UNRELIABLE: 1.0} if self.costs.unreliable else {}),
         }
 
 
 def describe_prediction(figures: Mapping[str, float]) -> str:
-    """Describe a prediction like `tau 2.10, predicted 1.24x at length 3`; "" if there is none."""
+    """Describe a prediction like `tau 2.10, predicted 1.24x at length 3`; "" if there is none.
+
+    An unreliable speedup is not shown.
+    """
     if SPEEDUP not in figures:
         return ""
-    return (
-        f"tau {figures[TOKENS]:.2f}, predicted {figures[SPEEDUP]:.2f}x at length "
-        f"{figures[LENGTH]:.0f}"
-    )
+    speedup = "unreliable" if UNRELIABLE in figures else f"{figures[SPEEDUP]:.2f}x"
+    return f"tau {figures[TOKENS]:.2f}, predicted {speedup} at length {figures[LENGTH]:.0f}"
 
 
 def selecting_figure(figures: Mapping[str, float], without_costs: str) -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.measure import cpu_contention
-from eval.measure.cpu_contention import UndisturbedClock, machine_seconds, undisturbed_seconds
+from decoding.costs import contention
+from decoding.costs.contention import UndisturbedClock, machine_seconds, undisturbed_seconds
 
 
 def test_other_processes_count_only_on_the_processors_of_decoding():
@@ -38,10 +38,10 @@ def test_other_processes_count_only_on_the_processors_of_decoding():
 def test_the_machine_count_excludes_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 20 30 9000 500 4 5 6 7 8\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
-    monkeypatch.setattr(cpu_contention, "STAT", stat)
-    monkeypatch.setattr(cpu_contention.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(contention, "STAT", stat)
+    monkeypatch.setattr(contention.os, "sysconf", lambda name: 100)
     assert machine_seconds() == 1.65
-    monkeypatch.setattr(cpu_contention, "STAT", tmp_path / "none")
+    monkeypatch.setattr(contention, "STAT", tmp_path / "none")
     assert machine_seconds() is None
 
 
@@ -60,8 +60,8 @@ def test_the_clock_excludes_its_process_from_the_machine_count(
         ("machine_seconds", 100.0, 106.0 + taken),
     ):
         times = iter((start, end))
-        monkeypatch.setattr(cpu_contention, name, lambda times=times: next(times))
-    monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(contention, name, lambda times=times: next(times))
+    monkeypatch.setattr(contention.os, "cpu_count", lambda: 2)
     assert UndisturbedClock(threads=2).seconds() == pytest.approx(expected)
 
 
@@ -69,11 +69,11 @@ def test_the_clock_excludes_its_process_from_the_machine_count(
 def test_without_the_machine_count_the_thread_time_is_used(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cpu_contention, "machine_seconds", lambda: 0.0 if known else None)
+    monkeypatch.setattr(contention, "machine_seconds", lambda: 0.0 if known else None)
     for name in ("thread_time", "perf_counter", "process_time"):
         times = iter((0.0, 2.0))
-        monkeypatch.setattr(cpu_contention, name, lambda times=times: next(times))
-    monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(contention, name, lambda times=times: next(times))
+    monkeypatch.setattr(contention.os, "cpu_count", lambda: 2)
     # A constant count, as in some containers, would give other processes a negative time,
     # which is not a disturbance.
     assert UndisturbedClock(threads=2).seconds() == pytest.approx(2.0)
