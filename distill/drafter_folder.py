@@ -13,8 +13,8 @@ from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
 from training.models.shapes import WIDTHS
 
-# Draft length in generation_config.json and launch lines. The best one depends on the machine, so
-# no length is better known before eval.run measures some.
+# Draft length in generation_config.json and launch lines if no costs were measured. The best one
+# depends on the machine, so no length is better known before eval.run measures some.
 NUM_DRAFT_TOKENS = 4
 
 
@@ -32,15 +32,25 @@ def write_card(
     pruning: notes on how the student was cut from the target; None if it was not.
     """
     keys = ("num_hidden_layers", *WIDTHS, "vocab_size")
+    parallel = parallel_on_card(model.config)
     about = {
         "parameters": model.num_parameters(),
         "shape": {key: getattr(model.config, key) for key in keys},
         "pruning": pruning,
         "draft_vocabulary": vocabulary_on_card(model),
-        "parallel_drafting": (parallel := parallel_on_card(model.config)),
-        "num_draft_tokens": NUM_DRAFT_TOKENS if parallel is None else parallel["tokens"],
+        "parallel_drafting": parallel,
+        "num_draft_tokens": draft_length(origin, parallel),
     }
     drafter_folder.write_card(folder, origin, about, format_readme)
+
+
+def draft_length(origin: Provenance, parallel: dict[str, int] | None = None) -> int:
+    """Return the draft length for launch lines: the one with the largest predicted speedup, if any.
+
+    parallel: what `parallel_on_card` returns.
+    """
+    usual = NUM_DRAFT_TOKENS if parallel is None else parallel["tokens"]
+    return usual if origin.draft_tokens is None else origin.draft_tokens
 
 
 def vocabulary_on_card(model: Any) -> dict[str, Any] | None:

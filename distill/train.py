@@ -12,7 +12,7 @@ from decoding.models.folder import hash_input
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.config import TrainConfig
-from distill.drafter_folder import NUM_DRAFT_TOKENS, read_pruning, write_card
+from distill.drafter_folder import draft_length, read_pruning, write_card
 from distill.dry_run import dry_run
 from distill.held_out import make_held_out, make_timing
 from distill.on_policy.start import add_student_rows, report_texts
@@ -267,11 +267,11 @@ def write_folder(
     figures: the student's held-out figures.
     """
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
-    write_model(student, target_folder, folder, stored_dtype, NUM_DRAFT_TOKENS)
     selected_by = BLOCK_EFFICIENCY if config.parallel_drafting.tokens else "acceptance"
     origin = origin_of(
         config, config.student.name, target_folder, figures, progress, selected_by=selected_by
     )
+    write_model(student, target_folder, folder, stored_dtype, draft_length(origin))
     from_folder = config.student.init == "folder"
     pruning = read_pruning(resolve_model(config.student.path)) if from_folder else None
     write_card(folder, student, origin, pruning)

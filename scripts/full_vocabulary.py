@@ -118,11 +118,12 @@ def export(folder: Path, out: Path, chats: str = CHATS) -> Agreement:
     row_H = opposed_row(states_NH[::2], weight_DH, others).to(stored)
     found = measure(states_NH[1::2], weight_DH, row_H.double(), others)
     complete_head(model, row_H.float())
-    write_model(model, folder, out, stored, draft_tokens=4)
+    write_model(model, folder, out, stored, card["num_draft_tokens"])
     card |= {
         "drafter_hash": hash_input(out),
         "parameters": model.num_parameters(),
         "draft_vocabulary": None,
+        "cost_ratio": None,  # that of the drafter with fewer tokens
         "copy_of": {"drafter_hash": hash_input(folder), "drafted": len(ids_D), **found._asdict()},
     }
     write_text(out / CARD, json.dumps(card, indent=1))

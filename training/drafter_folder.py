@@ -22,7 +22,7 @@ from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
-from training.held_out.speedup import SPEEDUP, UNRELIABLE, selecting_figure
+from training.held_out.speedup import COST_RATIO, LENGTH, SPEEDUP, UNRELIABLE, selecting_figure
 from training.on_policy import OnPolicyOptions
 
 _SAFETENSORS_NAMES = {
@@ -140,6 +140,9 @@ class Provenance:
     acceptance: dict[str, Any]
     # False for a dry run, which has no weights to hash
     trained: bool = True
+    # predicted to be the fastest, and measured, on the machine of the training; None: no costs
+    draft_tokens: int | None = None
+    cost_ratio: float | None = None
 
     @classmethod
     def untrained(cls, name: str, target: str, target_folder: Path) -> "Provenance":
@@ -173,7 +176,8 @@ def origin_of(
     figures: those of its checkpoint. selected_by: the figure that selects a checkpoint if no costs
     are known. measured: further held-out figures, by name.
     """
-    shown: dict[str, Any] = {key: value for key, value in figures.items() if key != "score"}
+    others = ("score", COST_RATIO)
+    shown: dict[str, Any] = {key: value for key, value in figures.items() if key not in others}
     if shown:
         shown["selected_by"] = selecting_figure(figures, selected_by)
     data = {
@@ -187,7 +191,14 @@ def origin_of(
         data["on_policy"] = plain(config)["on_policy"]
     acceptance = {**shown, **measured, "temperature": config.held_out.temperature}
     return Provenance(
-        name, config.target.path, target_folder, data, plain(config)["loss"], acceptance
+        name,
+        config.target.path,
+        target_folder,
+        data,
+        plain(config)["loss"],
+        acceptance,
+        draft_tokens=int(figures[LENGTH]) if LENGTH in figures else None,
+        cost_ratio=figures.get(COST_RATIO),
     )
 
 
@@ -220,19 +231,21 @@ def write_card(
     """Write drafter_card.json, and README.md as `readme` renders the card.
 
     about: fields for this kind of drafter, such as parameters and shape. readme: returns the README
-    for a card.
+    for a card. The draft length and the cost ratio are those of the machine of the training, null
+    where it measured no costs; eval.run measures them on the machine that will serve.
     """
     card = {
         "name": origin.name,
         "target": origin.target,
         "target_hash": hash_input(origin.target_folder) if origin.trained else None,
         "drafter_hash": hash_input(folder) if origin.trained else None,
+        "num_draft_tokens": origin.draft_tokens,
         **about,
         "data": origin.data,
         "loss": origin.loss,
         "acceptance": origin.acceptance,
         "tokenizer": has_tokenizer(folder),
-        "cost_ratio": None,  # eval.run measures it on the machine that will serve
+        "cost_ratio": origin.cost_ratio,
         "git_revision": git_revision(),
         "versions": versions(),
     }
@@ -267,6 +280,8 @@ def figures_on_card(card: dict[str, Any]) -> str:
     shown = {key: f"{value:.3f}" for key, value in measured.items()}
     if unreliable:
         shown[SPEEDUP] = f"unreliable ({_WHY_UNRELIABLE})"
+    if (ratio := card["cost_ratio"]) is not None:
+        shown[COST_RATIO] = f"{ratio:.3f}"
     figures = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
     if not figures:
         return "not measured"

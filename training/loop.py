@@ -25,7 +25,14 @@ from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
 from training.data.packing import PackedBatch, PackedData, Rows, collate, micro_batches
-from training.held_out.speedup import LENGTH, SPEEDUP, TOKENS, UNRELIABLE, describe_prediction
+from training.held_out.speedup import (
+    COST_RATIO,
+    LENGTH,
+    SPEEDUP,
+    TOKENS,
+    UNRELIABLE,
+    describe_prediction,
+)
 from training.memory import HeapTrimmer
 from training.models.layers import compile_layers
 from training.optimizer import Optimizer, Rate, learning_rate
@@ -322,7 +329,7 @@ def _describe(figures: Mapping[str, float], most: int | None = None) -> str:
 
     most: the largest number of figures to show; None: all.
     """
-    hidden = ("step", "score", SPEEDUP, TOKENS, LENGTH, UNRELIABLE)
+    hidden = ("step", "score", SPEEDUP, TOKENS, LENGTH, COST_RATIO, UNRELIABLE)
     keys = [key for key in figures if key not in hidden and "/" not in key]
     words = [f"{key} {figures[key]:.3f}" for key in keys[:most]]
     prediction = describe_prediction(figures) if most is None else ""

@@ -133,7 +133,7 @@ class EagleKind(EaglePredictions, HeadKind):
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
         speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
-        speculative["num_speculative_tokens"] = shape.parallel or 3
+        speculative["num_speculative_tokens"] = shape.parallel or card["num_draft_tokens"] or 3
         paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
         if shape.parallel:
             speculative["parallel_drafting"] = True

@@ -151,6 +151,12 @@ def test_the_default_taps_are_different_layers(layers: int, taps: tuple[int, ...
 # ------------------------------------------------------------------------------------- the layout
 
 
+@pytest.mark.parametrize(("chosen", "length"), [(None, 3), (2, 2)])
+def test_the_vllm_line_has_the_chosen_draft_length(chosen: int | None, length: int):
+    card = {"target": "org/name", "shape": vars(SHAPE), "num_draft_tokens": chosen}
+    assert f'"num_speculative_tokens": {length}}}' in KIND.readme(card).launch[1]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

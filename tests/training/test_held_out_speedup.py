@@ -211,6 +211,10 @@ def check_records(folder: Path, evaluations: int) -> None:
         assert found["selected_by"] == "predicted_speedup"
         assert found["predicted_speedup"] == best["held_out_predicted_speedup"]
         assert found["predicted_block_efficiency"] >= 1
+    costs = RoundCosts.read(json.loads((folder / FILE).read_text())["costs"])
+    assert card["cost_ratio"] == pytest.approx(costs.t_draft_ms / costs.target_ms(1))
+    assert card["num_draft_tokens"] == best["held_out_predicted_draft_length"]
+    assert f"cost ratio {card['cost_ratio']:.3f}" in (folder / "drafter" / "README.md").read_text()
     assert metrics["best_step"] == best["step"]
 
 
@@ -221,6 +225,28 @@ def test_training_selects_by_measured_costs(measured: Path, tiny_target: Path, t
         configured(tiny_target, tmp_path, *BRIEF, f"held_out.costs={measured / FILE}")
     )
     assert looks(tmp_path) == looks(measured)
+
+
+def test_a_drafter_folder_has_the_draft_length_of_its_costs(
+    measured: Path, tiny_target: Path, tmp_path: Path
+):
+    """Check the card, README and generation settings, where forwards over more than two tokens
+    take ten times as long.
+    """
+    file = json.loads((measured / FILE).read_text())
+    widths = len(file["costs"]["t_target_ms"])
+    file["costs"] |= {"t_draft_ms": 0.125, "t_target_ms": [1.0, 1.0, *[10.0] * (widths - 2)]}
+    file["costs"] |= {"overhead_ms": 0.0, "plain_overhead_ms": 0.0}
+    (tmp_path / "costs.json").write_text(json.dumps(file))
+    costs, run = f"held_out.costs={tmp_path / 'costs.json'}", tmp_path / "run"
+    distill.train.run(configured(tiny_target, run, *BRIEF, costs))
+    check_records(run, evaluations=2)
+    folder = run / "drafter"
+    card = json.loads((folder / "drafter_card.json").read_text())
+    assert (card["num_draft_tokens"], card["cost_ratio"]) == (1, 0.125)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["num_assistant_tokens"] == 1
+    assert '"num_speculative_tokens": 1}' in (folder / "README.md").read_text()
 
 
 def test_costs_of_a_student_need_the_native_backend(tiny_target: Path, tmp_path: Path):

@@ -67,7 +67,7 @@ def write_card(
 def readme(kind: HeadKind, card: dict[str, Any]) -> str:
     """Render the README of a head folder, with the Hugging Face Hub's front matter."""
     parts, target = kind.readme(card), card["target"]
-    overall = {
+    overall = card | {
         "acceptance": {key: value for key, value in card["acceptance"].items() if "/" not in key}
     }
     layout = parts.layout

@@ -10,6 +10,7 @@ from training.held_out.rounds import walk
 
 SPEEDUP, TOKENS = "predicted_speedup", "predicted_block_efficiency"
 LENGTH = "predicted_draft_length"
+COST_RATIO = "cost_ratio"
 UNRELIABLE = "predicted_speedup_unreliable"  # 1, where the costs are; else there is no such figure
 LONGEST_DRAFT = 8  # of a chain of single tokens
 
@@ -25,7 +26,7 @@ class SpeedupPrediction:
     draft_tokens: int
 
     def figures(self, survival_ATK: np.ndarray, lengths_A: Sequence[int]) -> dict[str, float]:
-        """Return block efficiency and speedup at the best draft length, this length and `score`.
+        """Return block efficiency and speedup at the best draft length, this length, c and `score`.
 
         The score is the predicted speedup. survival_ATK, lengths_A: see `walk`. Ties go to the
         shorter draft. A prediction from unreliable costs is marked.
@@ -41,6 +42,7 @@ class SpeedupPrediction:
             TOKENS: tokens,
             SPEEDUP: speedup,
             LENGTH: float(-minus_gamma),
+            COST_RATIO: self.costs.cost_ratio,
             "score": speedup,
             **({UNRELIABLE: 1.0} if self.costs.unreliable else {}),
         }
