@@ -112,7 +112,8 @@ class EvalConfig(JobConfig):
     # under every condition and by every drafter: at least 2 of the sweep and 5 of the main part.
     max_seconds: float = 0.0
     samples: int = 1  # generations of each prompt where temperature > 0, each with different noise
-    repeats: int = 1  # runs of each generation, of which the fastest counts; for noisy machines
+    # runs of each generation, for noisy machines: our fastest counts, and the median of engines
+    repeats: int = 1
     max_new_tokens: int = 128  # maximum tokens of a generation, which ends earlier at a stop token
     stop_at_eos: bool = True  # false: always generate max_new_tokens, for timing alone
     timing_repeats: int = 3  # timings of each part in a slice; slices are spread over the run

@@ -200,19 +200,20 @@ class EngineSession:
     def _decode_turn(
         self, task: Task, sample: int, turn: int, prompts_ids: Sequence[list[int]]
     ) -> dict[Trial, BatchResult]:
-        """Return the fastest of the repeats of each trial, our own autoregressive one first."""
+        """Return the median of the repeats of each trial, our own autoregressive one first.
+
+        The trials take turns in every repetition.
+        """
         trials = self.plan.trials(self.cfg, task.condition)
         rows = [_request(task, sample, turn, row) for row in range(len(prompts_ids))]
-        results: dict[Trial, BatchResult] = {}
+        results: dict[Trial, list[BatchResult]] = {trial: [] for trial in trials}
         for again in range(self.cfg.repeats):
             for trial in rotate(trials, task.unit + turn + sample + again):
                 result = self._decode(
                     trial, prompts_ids, self._sampling(task.condition, trial, rows[0]), rows
                 )
-                before = results.get(trial)
-                if before is None or result.seconds < before.seconds:
-                    results[trial] = result
-        return {trial: results[trial] for trial in trials}
+                results[trial].append(result)
+        return {trial: median_result(repeats) for trial, repeats in results.items()}
 
     def _sampling(self, condition: Condition, trial: Trial, seed: int) -> Sampling:
         cfg = self.cfg
@@ -280,6 +281,11 @@ class EngineSession:
             return None, None
         bench = self.loaded.bench
         return at, top_two_gap(choice_scores(bench.target, [*ids, *base[:at]], bench.settings, 0))
+
+
+def median_result(repeats: Sequence[BatchResult]) -> BatchResult:
+    """Return the result with the median time, the faster of two medians."""
+    return sorted(repeats, key=lambda result: result.seconds)[(len(repeats) - 1) // 2]
 
 
 def _request(task: Task, sample: int, turn: int, row: int) -> int:

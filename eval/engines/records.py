@@ -27,7 +27,7 @@ class EngineRecord:
     sample: int
     prompt_ids: list[str]
     outputs: list[list[int]]  # tokens
-    seconds: float  # of the batch, prefill included
+    seconds: float  # of the batch, prefill included; of several repeats the median
     first_token_seconds: list[float | None]
     # counts of the batch; None: not reported
     rounds: int | None

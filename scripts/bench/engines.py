@@ -3,11 +3,11 @@
     python scripts/bench/engines.py targets=[models/smollm2_135m] drafter=FOLDER \\
       prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
 
-For each target and dtype one `eval.run` decodes the prompts in every engine in turn, each `rounds`
-times, of which the fastest counts. Engines run in their fastest setting: vLLM compiled, ours fused.
-The tables are those of eval.run and eval.compare, below runs/bench/engines. The machine must be
-idle, which is checked first. Engines are installed by scripts/engines/*.sh; engines=[ours,hf] needs
-none.
+For each target and dtype one `eval.run` decodes the prompts in every engine in turn, each in
+`rounds` rounds, of which the median counts. Engines run in their fastest setting: vLLM compiled,
+ours fused. The tables are those of eval.run and eval.compare, below runs/bench/engines. The machine
+must be idle, which is checked first. Engines are installed by scripts/engines/*.sh;
+engines=[ours,hf] needs none.
 """
 
 import subprocess
@@ -21,15 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from decoding.costs.contention import machine_seconds
 from decoding.errors import UserError
 from decoding.models.folder import read_config
+from eval.measure.records import AUTOREGRESSIVE
+from eval.report.text import count_label, with_interval
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.schema import read_all_rows
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
+from serving.engines.registry import OURS
 
 ENGINES = ("ours", "hf", "vllm", "llama_cpp", "openvino")
 IDLE_SECONDS = 5.0  # for which the machine is watched
 IDLE_SHARE = 0.1  # of one core, which other processes may use
+LEAST_ROUNDS = 3  # minimum at which the median ignores one outlier
 
 
 @dataclass
@@ -45,7 +49,7 @@ class Options(BenchOptions):
     max_new_tokens: int = 96  # tokens of every answer
     num_draft_tokens: int = 2  # draft length in every engine
     max_length: int = 1024  # the most tokens of a row, if the target's context has as many
-    rounds: int = 3  # runs of each generation
+    rounds: int = 3  # runs of each generation, at least 3
     busy: bool = False  # measure on a machine that is not idle too
     output_dir: str = "runs/bench/engines"  # folder of the runs
 
@@ -90,22 +94,30 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
     ]
 
 
-def over_the_fastest(rows: list[EngineRow]) -> list[str]:
-    """Return our autoregressive decoding over the fastest engine's, in a line for each setting."""
+def over_the_fastest(rows: list[EngineRow], rounds: int) -> list[str]:
+    """Return our autoregressive decoding over the fastest engine's, in a line for each setting.
+
+    In brackets is the 95 % interval of a paired bootstrap over prompts. rounds: number of runs of
+    which the rows have the median.
+    """
     lines = []
     for batch, temperature in sorted({(row.batch_size, row.temperature) for row in rows}):
-        speeds = {
-            row.engine: row.tokens_per_second
+        alone = {
+            row.engine: row
             for row in rows
             if (row.batch_size, row.temperature) == (batch, temperature)
-            and row.method == "autoregressive"
+            and row.method == AUTOREGRESSIVE
         }
-        ours = speeds.pop("ours", None)
-        if ours is not None and speeds:
-            fastest = max(speeds, key=lambda name: speeds[name])
-            place = f"batch {batch}, temperature {temperature:g}"
+        ours = alone.pop(OURS, None)
+        if ours is not None and alone:
+            fastest = max(alone.values(), key=lambda row: row.tokens_per_second)
+            # the row has the engine's speed over ours: invert the ratio and its interval
+            low, high = fastest.over_ours_high, fastest.over_ours_low
+            ratio = with_interval(1 / fastest.over_ours, low and 1 / low, high and 1 / high)
             lines.append(
-                f"{place}: {ours:.1f} tokens/s, {ours / speeds[fastest]:.2f}x of {fastest}"
+                f"batch {batch}, temperature {temperature:g}: {ours.tokens_per_second:.1f} "
+                f"tokens/s, {ratio} of {fastest.engine} ({count_label(ours.prompts, 'prompt')}, "
+                f"median of {rounds} rounds)"
             )
     return lines
 
@@ -119,13 +131,16 @@ def run(job: str, arguments: list[str]) -> None:
 
 def main() -> None:
     chosen = common.read_options(Options, engines=ENGINES)
+    if chosen.rounds < LEAST_ROUNDS:
+        raise UserError(f"rounds is {chosen.rounds}, expected at least {LEAST_ROUNDS}")
     if not chosen.busy:
         check_idle()
     for target in map(resolve_model, chosen.targets):
         for dtype in chosen.dtypes:
             folder = f"{chosen.output_dir}/{target.name}_{dtype}"
             run("eval.run", overrides(chosen, target, dtype, folder))
-            lines = over_the_fastest(read_all_rows(Path(folder) / "results.jsonl")[1])
+            rows = read_all_rows(Path(folder) / "results.jsonl")[1]
+            lines = over_the_fastest(rows, chosen.rounds)
             print("\n".join([f"{target.name}, {dtype}", *lines]))
     compared = [f"runs=['{chosen.output_dir}/*']", f"output_dir={chosen.output_dir}_compared"]
     run("eval.compare", compared)

@@ -98,7 +98,7 @@ def test_engines_are_measured_on_an_idle_machine_only(tmp_path: Path) -> None:
     """Check the table of our loop and Hugging Face's, and the refusal while a process is busy."""
     script = [sys.executable, str(ROOT / "scripts/bench/engines.py"), "engines=[ours,hf]"]
     small = ["dtypes=[float32]", "batch_sizes=[1]", "max_prompts=2", "max_new_tokens=8"]
-    options = [*small, "rounds=1", "threads=1", f"output_dir={tmp_path / 'runs'}"]
+    options = [*small, "threads=1", f"output_dir={tmp_path / 'runs'}"]
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         refused = subprocess.run([*script, *options], capture_output=True, text=True)
@@ -108,4 +108,7 @@ def test_engines_are_measured_on_an_idle_machine_only(tmp_path: Path) -> None:
     assert refused.returncode and "other processes use" in refused.stderr
     done = subprocess.run([*script, *options, "busy=true"], capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    assert re.search(r"batch 1, temperature 0: [\d.]+ tokens/s, [\d.]+x of hf", done.stdout)
+    line = (
+        r"batch 1, temperature 0: [\d.]+ tokens/s, [\d.]+x of hf \(2 prompts, median of 3 rounds\)"
+    )
+    assert re.search(line, done.stdout)
