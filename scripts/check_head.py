@@ -26,6 +26,7 @@ from decoding.models.text.messages import prompt_ids
 from decoding.rounds.settings import Settings
 from heads.registry import kind_in
 from jobs.paths import resolve_model
+from scripts.usage import show_usage
 from training.data.packing import Sample
 from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
@@ -94,6 +95,7 @@ def check_folder(folder: Path, target: Path) -> None:
 
 def main() -> None:
     """Check the folder named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) != 3:
         sys.exit(f"usage: python {sys.argv[0]} HEAD TARGET")
     try:

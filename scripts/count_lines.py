@@ -9,6 +9,11 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.usage import show_usage
 
 
 def code_lines(source: str) -> int:
@@ -31,6 +36,7 @@ def git(*words: str) -> str:
 
 def main() -> None:
     """Print the counts of every top-level folder, of the product (no tests), and of everything."""
+    show_usage(__doc__)
     revision = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for path in git("ls-tree", "-r", "--name-only", revision).splitlines():

@@ -13,6 +13,14 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
+# show_usage "$@": prints the comment at the top of the calling script and ends it, if asked for help.
+show_usage() {
+  if [[ "${1:-}" = -h || "${1:-}" = --help ]]; then
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[1]}"
+    exit
+  fi
+}
+
 say() { if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else printf '%s\n' "$*"; fi; }  # bold, but not in a file
 
 has_nvidia_card() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }

@@ -4,8 +4,13 @@ python scripts/experiments_index.py
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.usage import show_usage
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "experiments"
@@ -84,5 +89,6 @@ def index_files() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    show_usage(__doc__)
     for path, text in index_files().items():
         path.write_text(text, "utf-8")

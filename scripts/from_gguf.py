@@ -28,6 +28,7 @@ from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.models.text.tokenizer_repair import SETTINGS
 from jobs.files import disk_error, save_tensors, write_text
+from scripts.usage import show_usage
 
 DTYPE = "bfloat16"
 SOURCE = "gguf.json"
@@ -78,6 +79,7 @@ def _write(file: GgufFile, config: dict[str, Any], folder: Path, dtype: str) -> 
 
 def main() -> None:
     """Convert the file named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} MODEL.gguf FOLDER [{' | '.join(DTYPES)}]")
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])

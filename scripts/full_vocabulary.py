@@ -27,6 +27,7 @@ from decoding.models.folder import CARD, hash_input, read_config, read_json
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.drafter_folder import format_readme
 from jobs.files import write_text
+from scripts.usage import show_usage
 from training.config import DataConfig
 from training.data.from_config import read_samples
 from training.data.packing import best_fit, collate
@@ -133,6 +134,7 @@ def export(folder: Path, out: Path, chats: str = CHATS) -> Agreement:
 
 def main() -> None:
     """Export the folder named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [CHATS.json]")
     try:

@@ -5,6 +5,7 @@
 # arguments are Hydra overrides.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
+show_usage "$@"
 cd "$ROOT"
 ensure_environment ""
 

@@ -15,6 +15,7 @@ from jobs.composing import CONF, compose_job
 from jobs.config import plain, typed, valid_keys
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
+from scripts.usage import show_usage
 
 # required settings of experiments
 ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output_dir=OUTPUT_DIR"]
@@ -46,4 +47,5 @@ def _values(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 if __name__ == "__main__":
+    show_usage(__doc__)
     main(sys.argv[1:])

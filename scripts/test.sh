@@ -7,6 +7,7 @@
 # Other arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
+show_usage "$@"
 cd "$ROOT"
 ensure_environment "dev,train,slurm"
 

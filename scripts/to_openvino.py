@@ -12,12 +12,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decoding.errors import UserError
+from scripts.usage import show_usage
 from serving.engines.conversion import export_openvino
 from serving.engines.registry import python_of
 
 
 def main() -> None:
     """Export the folder named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [PYTHON]")
     folder, path = sys.argv[1], Path(sys.argv[2])

@@ -19,6 +19,7 @@ import torch
 from decoding.errors import UserError
 from decoding.models.folder import INDEX, WEIGHTS, read_json
 from jobs.files import save_tensors, write_text
+from scripts.usage import show_usage
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -111,6 +112,7 @@ def _convert_file(source: Path, file: Path, expected: set[str] | None = None) ->
 
 def main() -> None:
     """Convert the folder named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER")
     try:

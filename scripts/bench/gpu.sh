@@ -25,10 +25,8 @@
 #   PYTHON   Python interpreter
 #   OUT      folder for a copy of the figures
 set -euo pipefail
-if [[ "${1:-}" = -h || "${1:-}" = --help ]]; then
-  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-  exit
-fi
+source "$(dirname "$0")/../environment.sh"
+show_usage "$@"
 cd "$(dirname "$0")/../.."
 parts="${1:-all}" status=0
 if [ "$parts" = all ]; then parts="exact decode train recurrent losses heads"; fi

@@ -13,9 +13,13 @@ A hash of the record's name chooses the samples, so the same Python writes the s
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.usage import show_usage
 from training.data import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets"
@@ -30,6 +34,7 @@ ROLE_NAMES = {"user": "human", "assistant": "gpt"}
 
 def main() -> None:
     """Write the three files and print their sizes."""
+    show_usage(__doc__)
     prompts = choose_prompts()
     taken = {function.request for function in prompts}
     held_out = [

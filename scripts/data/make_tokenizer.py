@@ -16,6 +16,9 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.usage import show_usage
 from training.data import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets" / "target"
@@ -38,6 +41,7 @@ CHAT_TEMPLATE = (
 
 def main() -> None:
     """Train, convert and write the tokenizer; print its bytes per token on held-out modules."""
+    show_usage(__doc__)
     if (FOLDER / "model.safetensors").exists():
         sys.exit(
             f"{FOLDER} holds a trained model, which another tokenizer would make useless. Move its "

@@ -10,9 +10,10 @@
 #   python -m recurrent_drafting.train ... data.chats=[OUT/chats.json] states.cache=disk states.fill=true
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
-if [[ $# -lt 3 || "$1" = -h || "$1" = --help ]]; then
-  sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
-  [[ "${1:-}" = -h || "${1:-}" = --help ]] && exit 0 || exit 2
+show_usage "$@"
+if [ $# -lt 3 ]; then
+  (show_usage --help)
+  exit 2
 fi
 target="$1" out="$2" chats="" options=()
 shift 2

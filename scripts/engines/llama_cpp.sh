@@ -9,6 +9,7 @@
 # The sources are those inside the source package of llama-cpp-python, which pip verifies.
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
+show_usage "$@"
 
 PACKAGE="llama-cpp-python==0.3.36"
 HASH="sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"

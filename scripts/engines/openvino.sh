@@ -5,6 +5,7 @@
 #   PYTHON, TORCH, TORCH_INDEX   as in scripts/environment.sh
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
+show_usage "$@"
 VENV="$ROOT/.venv-openvino"
 
 # tested together: an export by one release is read by the runtime of the same release

