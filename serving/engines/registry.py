@@ -33,11 +33,6 @@ class Engine:
     # whether sampling with a drafter is tested against the exact distribution in each run
     distribution_is_tested: bool = False
 
-    @property
-    def variable(self) -> str:
-        """Environment variable that names another interpreter."""
-        return f"SHALLOW_DRAFT_{self.module.upper()}_PYTHON"
-
 
 ENGINES: dict[str, Engine] = {
     "hf": Engine(
@@ -74,6 +69,11 @@ ENGINES: dict[str, Engine] = {
 }
 
 
+def python_variable(name: str) -> str:
+    """Return the environment variable that names another interpreter for an engine."""
+    return f"SHALLOW_DRAFT_{name.upper()}_PYTHON"
+
+
 def python_of(name: str, pythons: Mapping[str, str]) -> str:
     """Return the interpreter that an engine runs in.
 
@@ -82,7 +82,7 @@ def python_of(name: str, pythons: Mapping[str, str]) -> str:
     of an engine that has none.
     """
     engine = ENGINES[name]
-    key, variable = f"engine_python.{name}", engine.variable
+    key, variable = f"engine_python.{name}", python_variable(name)
     asked = pythons.get(name) or os.environ.get(variable, "")
     if asked and engine.runs_here:
         raise UserError(

@@ -88,17 +88,22 @@ def test_without_gguf_only_the_line_that_installs_it_is_named(monkeypatch):
         python_of("llama_cpp", {})
     with pytest.raises(UserError, match=r"engine_python.llama_cpp is /usr/bin/python3, but .*Rem"):
         python_of("llama_cpp", {"llama_cpp": "/usr/bin/python3"})
-    monkeypatch.setenv("SHALLOW_DRAFT_ABSENT_GGUF_PYTHON", "/nowhere/python")
-    with pytest.raises(UserError, match="SHALLOW_DRAFT_ABSENT_GGUF_PYTHON is /nowhere/python"):
+    monkeypatch.setenv("SHALLOW_DRAFT_LLAMA_CPP_PYTHON", "/nowhere/python")
+    with pytest.raises(UserError, match="SHALLOW_DRAFT_LLAMA_CPP_PYTHON is /nowhere/python"):
         python_of("llama_cpp", {})
 
 
-def test_the_environment_variable_names_an_interpreter_and_the_setting_overrides_it(monkeypatch):
-    monkeypatch.setenv("SHALLOW_DRAFT_VLLM_PYTHON", "/nowhere/one")
-    with pytest.raises(UserError, match="/nowhere/one cannot be run"):
-        python_of("vllm", {})
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not ENGINES[name].runs_here])
+def test_the_environment_variable_names_an_interpreter_and_the_setting_overrides_it(
+    monkeypatch, engine
+):
+    """Check that the variable has the engine's name, and that the error names it."""
+    variable = f"SHALLOW_DRAFT_{engine.upper()}_PYTHON"
+    monkeypatch.setenv(variable, "/nowhere/one")
+    with pytest.raises(UserError, match=f"/nowhere/one cannot be run.*{variable}=PATH"):
+        python_of(engine, {})
     with pytest.raises(UserError, match="/nowhere/two cannot be run"):
-        python_of("vllm", {"vllm": "/nowhere/two"})
+        python_of(engine, {engine: "/nowhere/two"})
 
 
 @pytest.mark.long
