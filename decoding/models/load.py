@@ -114,13 +114,17 @@ def choose_execution(
     """
     if backend != "native" or processes > 1:
         return "eager"
-    place = torch.device(device_of(device))
-    if place.type != "cpu":
-        return "graph"
     size = sum(file.stat().st_size for file in weight_files(folder))
-    if size < WORTH_FUSING or DTYPES[dtype] not in fused.CODES:
+    return native_execution(size, DTYPES[dtype], torch.device(device_of(device)))
+
+
+def native_execution(weight_bytes: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the fastest execution of a native target with weights of this size."""
+    if device.type != "cpu":
+        return "graph"
+    if weight_bytes < WORTH_FUSING or dtype not in fused.CODES:
         return "eager"
-    reason = fused.refuse(DTYPES[dtype], place)
+    reason = fused.refuse(dtype, device)
     try:
         if reason is None:
             library.load_library()

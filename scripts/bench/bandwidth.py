@@ -7,8 +7,9 @@
 A forward over one token reads every weight once. The bytes it reads per second are compared with
 the best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype,
 and on a GPU a copy), and its operations per second with a product of two square matrices, in the
-same rounds. The best round of a reader counts, and a share above 1 is marked as not valid. V(n)
-stays near 1 while bytes are the limit.
+same rounds. The model runs as with `target.execution=auto`, fused on a CPU. The best round of a
+reader counts, and a share above 1 is marked as not valid. V(n) stays near 1 while bytes are the
+limit.
 """
 
 import sys
@@ -69,7 +70,8 @@ def measure(chosen: Options, dtype_name: str) -> dict[str, Any]:
     with torch.inference_mode():
         figures = common.take_turns(sides, chosen.rounds)
     sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
-    return {"parameters": target.num_parameters, **compute_shares(figures, budget, sizes)}
+    facts = {"parameters": target.num_parameters, "backend": target.backend}
+    return {**facts, **compute_shares(figures, budget, sizes)}
 
 
 def compute_shares(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from decoding.models.load import native_execution
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import NativeConfig, Weights
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -62,8 +63,9 @@ def random_weights(config: LlamaConfig, dtype: torch.dtype, device: str) -> Weig
 def random_target(
     config: LlamaConfig, dtype: torch.dtype, device: str, max_length: int
 ) -> NativeTarget:
-    """Return a target whose context has `max_length` tokens."""
+    """Return a target whose context has `max_length` tokens, with the execution of `auto`."""
     state = random_model(config, dtype, device).state_dict()
+    weight_bytes = sum(weight.nbytes for weight in state.values())
     return NativeTarget.from_state(
         config.to_dict(),
         state,
@@ -71,6 +73,7 @@ def random_target(
         dtype=dtype,
         device=device,
         max_length=max_length,
+        execution=native_execution(weight_bytes, dtype, torch.device(device)),
     )
 
 
