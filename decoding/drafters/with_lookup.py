@@ -99,7 +99,8 @@ class LookupFirst:
         drafted = self.drafter.propose(sequences_B, left_B, stopping_B, chooser)
         if max(copied.counts_B) == 0:
             return drafted
-        if max(drafted.counts_B) == 0:  # past the model's context, or not worth drafting
+        # past the model's context, or not worth drafting
+        if max(drafted.counts_B) == 0 and drafted.riders is None:
             copied.steps, copied.frontiers = drafted.steps, drafted.frontiers
             return copied
         return _merged(drafted, copied, chooser)

@@ -22,6 +22,8 @@ from decoding.interfaces.proposal import (
     Outcome,
     Proposal,
     Readback,
+    Reader,
+    Riders,
     TopRows,
     ancestors,
 )
@@ -42,6 +44,8 @@ __all__ = [
     "Policies",
     "Proposal",
     "Readback",
+    "Reader",
+    "Riders",
     "RoundCosts",
     "Shorten",
     "Stopping",

@@ -1,12 +1,12 @@
 """Data of a round: a proposal, the outcome of its verification, and the drafter's observation.
 
-Shapes: B rows, N new tokens (nodes), P places of nodes with children, K candidates, V vocabulary,
-C hidden size.
+Shapes: B rows, N new tokens (nodes), M riders, P places of nodes with children, K candidates, V
+vocabulary, C hidden size.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,31 @@ class TopRows:
         return self.ids_BPK[row, place], self.probs_BPK[row, place], tail_V
 
 
+class Reader(Protocol):
+    """A model whose forward reads new tokens after the target's committed ones."""
+
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and hidden states, see `Target.forward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Riders:
+    """Tokens that the verifying forward also reads, after the proposal's nodes.
+
+    They are neither verified nor committed; their logits arrive in `Observation.riders_BMV`.
+    """
+
+    tokens_BM: Tensor
+    # index of each rider's parent among the riders, or -1 for the tip and -2 - n for node n of the
+    # proposal; parents precede their children
+    parents_BM: Tensor
+    # reads the forward instead of the target: a view on the target's cache that has the target's
+    # logits at the proposal's nodes, and also knows the riders' ids
+    reader: Reader
+
+
 @dataclass(slots=True)
 class Proposal:
     """The tokens that a drafter proposes in one round: a chain or a tree."""
@@ -63,6 +88,12 @@ class Proposal:
     frontiers: int = 0  # sum of the frontiers of all steps; 0: one node per step
     # the rows' tips and then tokens_BN, on the target's device, if the drafter has them like that
     with_tips_BN: Tensor | None = None
+    riders: Riders | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of tokens after the tip that the forward reads."""
+        return self.tokens_BN.shape[1] + (self.riders.tokens_BM.shape[1] if self.riders else 0)
 
     def counted(self) -> "Proposal | None":
         """Return the proposal without nodes past every row's count, or None if no node is left.
@@ -70,10 +101,10 @@ class Proposal:
         The target's forward runs over the dropped nodes too, but they are not verified.
         """
         N = max(self.counts_B)
-        if self.tokens_BN.shape[1] == N:
-            return self
         if N == 0:
             return None
+        if self.tokens_BN.shape[1] == N:
+            return self
         parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
         q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
         return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
@@ -106,6 +137,7 @@ class Observation:
     logits_BNV: Tensor  # of the tip and the drafted tokens, (B, N + 1, V)
     hidden_BNC: Tensor  # at the same nodes; with `Capabilities.taps`, the tapped states
     readback: list[Any] = field(default_factory=list)  # tensors of `Proposal.readback`, as lists
+    riders_BMV: Tensor | None = None  # logits of `Proposal.riders`; None if there were none
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The cache holds all tokens of a row but the last, the tip; each round's forward 
 and the drafted tokens. Rows that finish leave the batch. A row's random numbers depend on its
 request id, so neither its neighbours nor its place in the batch change its output.
 
-Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
+Shapes: B running rows, N drafted tokens, M riders, V vocabulary, C hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Observation, Outcome, Proposal, Stopping, Target
 from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
+from decoding.rounds.new_tokens import new_tokens
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
@@ -128,19 +127,15 @@ class Batch:
         drafted_at = perf_counter()
         counted = None
         drafter_tensors: Sequence[Tensor] = ()
-        if proposal is None:
-            logits_BNV, hidden_BNC = self._forward(None)
-        else:
-            logits_BNV, hidden_BNC = self._forward(
-                proposal.tokens_BN, proposal.parents_BN, proposal.with_tips_BN
-            )
+        logits_BNV, hidden_BNC, riders_BMV = self._forward(proposal)
+        if proposal is not None:
             counted = proposal.counted()
             if proposal.readback is not None:
                 drafter_tensors = proposal.readback(logits_BNV)
         nodes = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         tested_BNV = logits_BNV if logits_BNV.shape[1] == nodes else logits_BNV[:, :nodes]
         outcome, drafter_values = self._verify(tested_BNV, counted, drafter_tensors)
-        observation = Observation(outcome, logits_BNV, hidden_BNC, drafter_values)
+        observation = Observation(outcome, logits_BNV, hidden_BNC, drafter_values, riders_BMV)
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(observation, drafted_B)
@@ -151,7 +146,7 @@ class Batch:
             if proposal is not None:
                 row.generation.draft_steps += proposal.steps
                 row.generation.draft_frontiers += proposal.frontiers or proposal.steps
-                row.generation.verified += proposal.tokens_BN.shape[1]
+                row.generation.verified += proposal.width
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
         if len(keep) < len(rows):
@@ -173,32 +168,27 @@ class Batch:
         proposal = self.drafter.propose(
             [row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser
         )
-        return proposal if proposal.tokens_BN.shape[1] else None
+        return proposal if proposal.width else None
 
-    def _forward(
-        self,
-        drafted_BN: Tensor | None,
-        above_BN: Tensor | None = None,
-        tokens_BN: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits and hidden states at the tip and the drafted tokens.
 
-        above_BN: the parents of the drafted tokens; None is a chain. tokens_BN: the tips and the
-        drafted tokens in one tensor, if there is one.
+        Also returns the logits of the proposal's riders, None without riders.
         """
-        if tokens_BN is None:
-            tips = [row.sequence[-1:] for row in self.rows]
-            tokens_BN = devices.tensor(tips, self.target.device)
-            if drafted_BN is not None:
-                tokens_BN = torch.cat((tokens_BN, drafted_BN), 1)
-        parents_BN = None
-        if above_BN is not None:
-            parents_BN = torch.cat((torch.full_like(tokens_BN[:, :1], -1), above_BN + 1), 1)
-        logits_BNV, hidden_BNC = self.target.forward(tokens_BN, parents_BN, self.taps)
+        sequences_B = [row.sequence for row in self.rows]
+        tokens_BN, parents_BN = new_tokens(sequences_B, proposal, self.target.device)
+        riders = None if proposal is None else proposal.riders
+        reader = self.target if riders is None else riders.reader
+        logits_BNV, hidden_BNC = reader.forward(tokens_BN, parents_BN, self.taps)
+        riders_BMV = None
+        if riders is not None:
+            N = tokens_BN.shape[1] - riders.tokens_BM.shape[1]
+            logits_BNV, riders_BMV = logits_BNV[:, :N], logits_BNV[:, N:]
+            hidden_BNC = hidden_BNC[:, :N]
         if self.chooser.processors is not None:
-            sequences_B = [row.sequence for row in self.rows]
-            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, drafted_BN, above_BN)
-        return logits_BNV, hidden_BNC
+            drafted = () if proposal is None else (proposal.tokens_BN, proposal.parents_BN)
+            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, *drafted)
+        return logits_BNV, hidden_BNC, riders_BMV
 
     def _verify(
         self, logits_BNV: Tensor, proposal: Proposal | None, along: Sequence[Tensor]

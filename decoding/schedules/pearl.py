@@ -165,9 +165,11 @@ class Pearl(Batch):
             return None
         width = max(len(lane.tokens) for lane in self.lanes)
         padded = [[*lane.tokens, *[0] * (width - len(lane.tokens))] for lane in self.lanes]
-        forward = self._forward(devices.tensor(padded, self.target.device, torch.long))
+        tokens_BN = devices.tensor(padded, self.target.device, torch.long)
+        counts_B = [len(lane.tokens) for lane in self.lanes]
+        logits_BNV, hidden_BNC, _ = self._forward(Proposal(tokens_BN, counts_B))
         devices.synchronize(self.target.device)
-        return forward
+        return logits_BNV, hidden_BNC
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
         """Return the proposal that this round's forward tests.

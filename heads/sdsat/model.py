@@ -8,7 +8,7 @@ alone: the rows of text keep the target's keys and values.
 Shapes: S slots, C hidden size, I input size, N rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from decoding.models.native.linear import Linear
 from decoding.models.native.weights import Layer, NativeConfig
+
+# maps a product's input (B, N, I) to a mask, (N,) or (B, N), of the rows of slots
+IsSlot = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,26 +110,23 @@ class SdsatHead(nn.Module):
         """Number of trained parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def change(self, layer: Layer, index: int, period: int) -> Layer:
-        """Return the target's layer `index` (from 0) with the change at the slots' rows.
-
-        period: rows of a draft, of which the first is the tip's.
-        """
+    def change(self, layer: Layer, index: int, is_slot: IsSlot) -> Layer:
+        """Return the target's layer `index` (from 0) with the change at the slots' rows."""
         if not self.config.rank:
             return layer
         changes = dict(self.layers[index].named_children())
         products: Any = {
-            name: SlotRows(getattr(layer, name), change, period) for name, change in changes.items()
+            name: SlotRows(getattr(layer, name), change, is_slot)
+            for name, change in changes.items()
         }
         return replace(layer, **products)
 
 
 class SlotRows:
-    """A linear layer with a change at the slots' rows: every row but the first of a draft."""
+    """A linear layer with a change at the slots' rows."""
 
-    def __init__(self, product: Linear, change: nn.Module, period: int) -> None:
-        self.product, self.change, self.period = product, change, period
+    def __init__(self, product: Linear, change: nn.Module, is_slot: IsSlot) -> None:
+        self.product, self.change, self.is_slot = product, change, is_slot
 
     def __call__(self, x_BNI: Tensor) -> Tensor:
-        is_slot_N = torch.arange(x_BNI.shape[1], device=x_BNI.device) % self.period > 0
-        return self.product(x_BNI) + self.change(x_BNI) * is_slot_N[:, None]
+        return self.product(x_BNI) + self.change(x_BNI) * self.is_slot(x_BNI)[..., None]

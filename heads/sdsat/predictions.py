@@ -9,6 +9,7 @@ Shapes: R rows, T tokens of a row, A drafts of a row, S rows of a draft, N = A S
 positions, K drafted tokens, C hidden size, Q query heads, H key/value heads, D head size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def predict(
     """
     config = NativeConfig.from_dict(states.target.config.to_dict())
     layers = [native_layer(layer, config) for layer in states.target.model.layers]
-    changed = [head.change(layer, index, count) for index, layer in enumerate(layers)]
+    is_slot = partial(_is_slot, count)
+    changed = [head.change(layer, index, is_slot) for index, layer in enumerate(layers)]
     longest = batch.ids_RT.shape[1] + count
     tables = rope_tables(config.rope, config.head_dim, config.max_positions, longest, head.slots)
     inputs = (states.embed(batch.ids_RT), *text_RTC.split(config.hidden_size, -1))
@@ -111,6 +113,11 @@ def predict(
             x_RNC = _run(layer, config, x_RNC, keys_values, rope, mask)
         found.append(x_RNC.unflatten(1, (-1, count)))
     return rms_norm(drafts.join(found), states.target.model.norm.weight, config.norm_eps)
+
+
+def _is_slot(count: int, x_RNI: Tensor) -> Tensor:
+    """Return which rows (N,) of drafts of `count` tokens are slots: all but each draft's first."""
+    return torch.arange(x_RNI.shape[1], device=x_RNI.device) % count > 0
 
 
 def _inputs(head: SdsatHead, tips_RaC: Tensor, count: int) -> Tensor:

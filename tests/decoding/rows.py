@@ -71,6 +71,7 @@ KINDS = (
     "ouroboros",
     "self_speculation",
     "early_exit",
+    "sdsat_one_forward",
     "recurrent",
 )
 KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost", "eagle3")

@@ -213,9 +213,9 @@ def check_training_equals_drafting(
         start = index * ROW
         for sample in indices:
             one = rounds[sample]
-            before = start + len(one.text) - 2  # the token before the tip
+            before = start + len(one.text) - 2 - row.ahead  # the token before the draft's tip
             for depth in range(len(one.tokens)):
-                number = numbers[before - label_shift, depth]
+                number = numbers[before - label_shift, row.ahead + depth]
                 torch.testing.assert_close(predicted.q_NV[number], one.q_KV[depth], **CLOSE)
             start += len(samples[sample].ids)
 

@@ -46,6 +46,7 @@ class HeadRow:
     shape: Callable[[Any], Any]  # from a target's Hugging Face configuration to the head's shape
     drafter: Callable[[Any], Drafter]  # builds the drafter from a head in memory
     load: Callable[[Path], Drafter]  # builds the same drafter from the head's folder
+    ahead: int = 0  # number of tokens that the target adds between a draft's text and the draft
 
 
 def recurrent(name: str, **fields: Any) -> HeadRow:
@@ -150,14 +151,19 @@ def early_exit(name: str, exit_layer: int, **fields: Any) -> HeadRow:
     )
 
 
-def sdsat(name: str, **fields: Any) -> HeadRow:
-    """Return the row of three slots, and of the target's own token before them."""
+def sdsat(name: str, one_forward: bool = False, **fields: Any) -> HeadRow:
+    """Return the row of three slots, and of the target's own token before them.
+
+    one_forward: the row of two slots in the verifying forward, which predict no further.
+    """
+    options: dict[str, Any] = {"one_forward": True, "slots": 2} if one_forward else {}
     return HeadRow(
         name,
         SDSAT,
         shape=lambda target: SdsatConfig.of_target(target.to_dict(), 3, **fields),
-        drafter=lambda head: SdsatDrafter(head=head),
-        load=SdsatDrafter,
+        drafter=lambda head: SdsatDrafter(head=head, **options),
+        load=lambda folder: SdsatDrafter(folder, **options),
+        ahead=int(one_forward),
     )
 
 
@@ -204,4 +210,6 @@ HEAD_ROWS = [
     early_exit("early exit with a draft vocabulary", 1, draft_vocab_size=20),
     sdsat("sdsat"),
     sdsat("sdsat with a low-rank change", rank=3),
+    sdsat("sdsat in one forward", one_forward=True),
+    sdsat("sdsat in one forward with a low-rank change", one_forward=True, rank=3),
 ]

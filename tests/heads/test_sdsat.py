@@ -12,6 +12,7 @@ from torch import Tensor
 import heads.train
 from decoding import generate, load
 from decoding.errors import UserError
+from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.models.hf import HFTarget
 from decoding.models.load import load_target
@@ -147,6 +148,75 @@ def test_a_draft_is_at_most_one_longer_than_the_slots() -> None:
     assert all(len(one.accepted_by_depth) <= 3 for one in drafted)
 
 
+# -------------------------------------------------------------------------- in one forward a round
+
+
+@pytest.mark.parametrize("execution", ["eager", "fused", "graph"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_round_is_one_forward_in_every_execution(
+    rank: int, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forwards = hf_model("llama", layers=LAYERS), 0
+    head, settings = head_for(model, rank=rank), Settings(24, num_draft_tokens=3, temperature=1.0)
+
+    def sampled(execution: str, **options: Any) -> list[Any]:
+        drafter = SdsatDrafter(head=head, **options)
+        found = decode(native_of(model, execution=execution), drafter, random_prompts(4), settings)
+        return [(one.tokens, one.tested_by_depth, one.accepted_by_depth) for one in found]
+
+    expected = sampled("eager", one_forward=True)
+    forward = NativeTarget.forward
+
+    def counted(self: NativeTarget, *given: Any) -> tuple[Tensor, Tensor]:
+        nonlocal forwards
+        forwards += 1
+        return forward(self, *given)
+
+    monkeypatch.setattr(NativeTarget, "forward", counted)
+    assert sampled(execution, one_forward=True) == expected
+    rounds = max(len(tokens) - sum(accepted) for tokens, _, accepted in expected)
+    assert forwards == rounds and sum(accepted[0] for _, _, accepted in expected) > 0
+    sampled(execution)
+    assert forwards - rounds > rounds, "control: without it, drafts take forwards as well"
+
+
+def test_a_draft_from_riders_is_at_most_as_long_as_the_slots() -> None:
+    model = hf_model("llama", layers=LAYERS)
+    drafter = SdsatDrafter(head=head_for(model), one_forward=True, slots=2)
+    # a chain, and two slots after the tip and after each token of the longest draft
+    assert [drafter.width(gamma) for gamma in (1, 2, 8)] == [1 + 2, 2 + 6, 8 + 6]
+    plain, drafted = (
+        decode(native_of(model), each, random_prompts(4), Settings(24, num_draft_tokens=8))
+        for each in (None, drafter)
+    )
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(len(one.accepted_by_depth) <= 2 < one.verified for one in drafted)
+    for wrong in (0, 5, 1.5):
+        with pytest.raises(UserError, match=rf"slots is {wrong}, expected 1 to 4"):
+            SdsatDrafter(head=head_for(model), slots=wrong)  # type: ignore[arg-type]
+
+
+def test_a_pause_of_one_row_changes_no_other_row() -> None:
+    """Check rows whose stopping policies pause in different rounds."""
+    model = hf_model("llama", layers=LAYERS)
+    head, prompts = head_for(model), random_prompts(6)
+    costs = RoundCosts(0.0, (1.0, 1.4, 1.8, 2.2, 2.6))  # at which drafts hardly pay
+    settings = Settings(
+        40, num_draft_tokens=4, temperature=1.0, costs=costs, stopping="cost_ratio", seed=4
+    )
+
+    def sampled(prompts: list[list[int]], ids: list[int]) -> list[Any]:
+        drafter = SdsatDrafter(head=head, one_forward=True)
+        found = decode(native_of(model), drafter, prompts, settings, request_ids=ids)
+        return [(one.tokens, one.rounds, one.tested_by_depth) for one in found]
+
+    together = sampled(prompts, list(range(6)))
+    alone = [sampled([prompt], [row])[0] for row, prompt in enumerate(prompts)]
+    assert together == alone
+    pauses = [rounds - 2 - tested[0] for _, rounds, tested in together]
+    assert max(pauses) > 0, "only the first round and the last are without a draft"
+
+
 def test_another_target_is_refused_with_all_differences() -> None:
     model = hf_model("llama", layers=LAYERS)
     drafter = SdsatDrafter(head=head_for(model))
@@ -211,7 +281,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
 def test_a_new_change_adds_nothing_and_the_target_does_not_learn() -> None:
     model = law_6.target()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plain, changed = (row for row in HEAD_ROWS if row.kind is KIND)
+    plain, changed = (row for row in HEAD_ROWS if row.kind is KIND and not row.ahead)
     samples, batch = tiny.samples(), tiny.packed(tiny.samples())
     states = law_6.states_of(changed, model)
     predicted = []

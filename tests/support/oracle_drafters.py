@@ -156,11 +156,19 @@ class Foresight:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         tokens_BN = tokens_BN.clone()
-        for n in range(1, tokens_BN.shape[1]):
-            best_B = self._model.forward(tokens_BN[:, :n])[0][:, -1].argmax(-1)
+        B, N = tokens_BN.shape
+        rows_B, above_BN = torch.arange(B, device=tokens_BN.device), parents_BN
+        if above_BN is None:
+            above_BN = torch.arange(-1, N - 1, device=tokens_BN.device).expand(B, N)
+        for n in range(1, N):
+            before = None if parents_BN is None else parents_BN[:, :n]
+            logits_BNV = self._model.forward(tokens_BN[:, :n], before)[0]
+            best_B = logits_BNV[rows_B, above_BN[:, n]].argmax(-1)
             masked_B = tokens_BN[:, n] >= self.mask_token  # no branch, as the host must not wait
             tokens_BN[:, n] = torch.where(masked_B, best_B, tokens_BN[:, n])
-        found: tuple[Tensor, Tensor] = self._model.forward(tokens_BN)
+        found: tuple[Tensor, Tensor] = self._model.forward(tokens_BN, parents_BN, taps)
         return found

@@ -38,6 +38,7 @@ class DrafterRow:
     adversarial: Callable[[Kit], Drafter] | None = None
     table: Callable[[], Drafter] | None = None  # builds a drafter for the 5-symbol target
     gamma: int | None = None  # minimum draft length that uses all parts of the drafter
+    late: int = 0  # rounds before the first one with a draft
     slow: bool = False  # a variant of another row, which the laws test only in the long suite
 
 
