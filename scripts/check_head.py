@@ -1,11 +1,13 @@
-"""Check the folder of a drafter head against its target: tensors, keys and the layout probe.
+"""Check the folder of a drafter head: its form and, with a target, the layout probe.
 
-    python scripts/check_head.py HEAD TARGET
+    python scripts/check_head.py HEAD [TARGET]
 
-It lists what the head reads, the keys of config.json that this project does not know, and how well
-each reading of its taps and slots explains text that the target writes (training/heads/probe.py).
-It ends with status 1 for a folder that is incomplete, of another target, or read in the wrong
-layout: decoding would still be lossless, but hardly any drafted token would be accepted.
+It lists every tensor with its shape, those that are missing, unknown or of another shape, the
+layers that the head reads and that servers would read, and the keys of config.json that this
+project does not know. With a target it also measures how well each reading of its taps and slots
+explains text that the target writes (training/heads/probe.py). It ends with status 1 for a folder
+that is incomplete, of another target, or read in the wrong layout: decoding would still be
+lossless, but hardly any drafted token would be accepted.
 """
 
 import sys
@@ -16,20 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decoding.drafters.registry import check_fits, head_of
 from decoding.engine import load
 from decoding.errors import UserError
 from decoding.loop import decode
-from decoding.models.folder import read_config, read_json
+from decoding.models.folder import load_state, read_config, read_json
 from decoding.models.text.messages import prompt_ids
 from decoding.rounds.settings import Settings
+from heads.eagle.layouts import EMBEDDING
+from heads.export import form_of
 from heads.registry import kind_in
 from jobs.paths import resolve_model
 from scripts.usage import show_usage
 from training.data.packing import Sample
 from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
+from training.heads.kind import HeadKind
 from training.heads.probe import check_reading, probe
 from training.models.build import known_config, load_causal_lm
 from training.objectives import freeze
@@ -68,22 +74,36 @@ def key_names(values: dict[str, Any]) -> list[str]:
     return [*values, *(name for names in inner for name in names)]
 
 
-def check_folder(folder: Path, target: Path) -> None:
-    """Print what the head is and how it is read. Raises UserError for a head that does not fit."""
+def check_form(folder: Path) -> tuple[HeadKind, Any]:
+    """Print the form of a folder, and return the kind of its head and its shape.
+
+    Raises UserError for a folder that is incomplete.
+    """
     kind = kind_in(folder)
+    shape = kind.read_shape(folder)
+    form = form_of(kind, folder, shape)
+    published = f", layout {form.layout}" if form.layout else ""
+    print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}{published}")
+    print("\n".join([*map(str, form.tensors), *form.notes]))
+    form.check(folder)
+    print(f"{len(form.tensors)} tensors, all expected, with the right shapes")
+    layouts = (kind.layout, *(kind.contract.layouts.values() if kind.contract else ()))
+    known = {key for each in layouts for key in key_names(each.config(shape, torch.float32))}
+    if unknown := sorted({*key_names(read_json(folder / "config.json"))} - known):
+        print(f"keys of config.json that are not read: {', '.join(unknown)}")
+    return kind, shape
+
+
+def check_folder(folder: Path, target: Path) -> None:
+    """Print how the head is read. Raises UserError for a head that does not fit the target."""
+    kind, shape = check_form(folder)
     check_fits(target, folder)
-    shape, sizes = kind.read_shape(folder), known_config(target)
+    sizes = known_config(target)
     check_sizes(folder, shape, sizes)
     check_layers(kind.taps(shape), sizes.num_hidden_layers)
     head = kind.load(folder).eval()
-    written = key_names(kind.layout.config(shape, torch.float32))
-    unknown = sorted({*key_names(read_json(folder / "config.json"))} - {*written})
-    layers = ", ".join(map(str, kind.taps(shape))) or f"{sizes.num_hidden_layers} (final norm)"
-    print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}; reads hidden_states {layers}")
-    print(f"{len(head.state_dict())} tensors, all expected, with the right shapes")
-    if unknown:
-        print(f"keys of config.json that are not read: {', '.join(unknown)}")
     model = freeze(load_causal_lm(target, torch.float32))
+    check_embedding(folder, model.get_input_embeddings().weight)
     samples, cpu = write_texts(target), torch.device("cpu")
     found = probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
     print(found.table())
@@ -93,15 +113,33 @@ def check_folder(folder: Path, target: Path) -> None:
     )
 
 
+def check_embedding(folder: Path, weight_VH: Tensor) -> None:
+    """Raise UserError for a stored embedding other than the target's, which is read instead."""
+    stored_VH = load_state(folder).get(EMBEDDING)
+    if stored_VH is None:
+        return
+    precise = stored_VH.to(weight_VH.dtype)
+    if stored_VH.shape != weight_VH.shape or not torch.equal(
+        precise, weight_VH.to(stored_VH.dtype).to(weight_VH.dtype)
+    ):
+        raise UserError(
+            f"{folder}: {EMBEDDING} differs from the target's embedding, which this project reads "
+            f"in its place. Expected a head that was trained with the target's own embedding."
+        )
+
+
 def main() -> None:
     """Check the folder named on the command line."""
     show_usage(__doc__)
-    if len(sys.argv) != 3:
-        sys.exit(f"usage: python {sys.argv[0]} HEAD TARGET")
+    if len(sys.argv) not in (2, 3):
+        sys.exit(f"usage: python {sys.argv[0]} HEAD [TARGET]")
     try:
-        head, target = (resolve_model(name) for name in sys.argv[1:])
-        read_config(target)
-        check_folder(head, target)
+        head, *targets = (resolve_model(name) for name in sys.argv[1:])
+        if not targets:
+            check_form(head)
+        for target in targets:
+            read_config(target)
+            check_folder(head, target)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -73,7 +73,7 @@ DRAFTERS = {
     "eagle3": DrafterEntry(
         "heads.eagle.drafter.EagleDrafter",
         "folder",
-        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"),
         trained="heads.eagle.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),

@@ -129,8 +129,11 @@ def exists(path: Path) -> bool:
     return True
 
 
-def weight_files(folder: str | Path) -> list[Path]:
-    """Return the safetensors files of a folder; raise UserError if one is missing or incomplete."""
+def weight_files(folder: str | Path, weights: str = WEIGHTS) -> list[Path]:
+    """Return the safetensors files of a folder; raise UserError if one is missing or incomplete.
+
+    weights: the name of the file where there is no index.
+    """
     folder = Path(folder)
     refuse_file(folder)
     if (folder / INDEX).is_file():
@@ -148,7 +151,7 @@ def weight_files(folder: str | Path) -> list[Path]:
                 )
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
-        files = [folder / WEIGHTS]
+        files = [folder / weights]
     for file in files:
         if not file.is_file():
             raise UserError(_missing_weights(folder, file))
@@ -176,14 +179,14 @@ def _missing_weights(folder: Path, file: Path) -> str:
     return f"{folder}: {file.name} is missing (found {found}). Copy or download the model again."
 
 
-def read_headers(folder: str | Path) -> Tensors:
+def read_headers(folder: str | Path, weights: str = WEIGHTS) -> Tensors:
     """Return the headers of a folder's tensors by name, without reading weights.
 
-    Raises UserError as `weight_files` does, and for a tensor that is in two files or is missing
-    from the file that the index gives.
+    weights: see `weight_files`. Raises UserError as `weight_files` does, and for a tensor that is
+    in two files or is missing from the file that the index gives.
     """
     tensors: Tensors = {}
-    for file in weight_files(folder):
+    for file in weight_files(folder, weights):
         for name, header in _read_header(file).items():
             if name in tensors:
                 raise UserError(
@@ -222,14 +225,16 @@ def _read_header(file: Path) -> Tensors:
         ) from error
 
 
-def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
+def load_state(
+    folder: str | Path, cut: Cut | None = None, weights: str = WEIGHTS
+) -> dict[str, torch.Tensor]:
     """Return all tensors of a model folder by name, memory-mapped, in the dtype of the file.
 
     cut: called with each name and shape; returns the index of the part to read, or None to skip
-    the tensor. Raises UserError for damaged files.
+    the tensor. weights: see `weight_files`. Raises UserError for damaged files.
     """
     state: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
+    for file in weight_files(folder, weights):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if cut is None:

@@ -1,22 +1,13 @@
-"""Folders of EAGLE-3 heads in the layout that vLLM and SGLang read.
+"""Folders of EAGLE-3 and P-EAGLE heads, in the layouts of heads/eagle/layouts.py.
 
-config.json is that of a LLaMA with one layer and the architecture `LlamaForCausalLMEagle3`. The
-tensors are `midlayer.*` (or `layers.0.*`), `fc.weight`, `norm.weight`, `lm_head.weight`,
-`fc_norm.{i}.weight`, and for a draft vocabulary `d2t` (row i is the token i + d2t[i]) and `t2d`
-(whether a token is drafted), which SpecForge and the original repository write too. Servers take
-the embedding from the target, which trains frozen in all of them, so a stored one is not read.
-
-A head that drafts in one pass has `mask_hidden` too, its mask token as `pard_token`, and the number
-of tokens that it was trained to draft as `num_parallel_tokens`, which servers do not read.
-
-Layers are numbered in two ways. At the top level, where vLLM reads them, number i is Hugging Face's
-hidden_states[i]. In `eagle_config`, where SGLang and SpecForge read the same key, it is the output
-of layer i, which is hidden_states[i + 1]. Both are written. `taps`, with `taps_convention` beside
-it, is for this project. A file without numbers has the default of all servers.
+For a draft vocabulary a file has `d2t` (row i is the token i + d2t[i]) and mostly `t2d` (whether a
+token is drafted). Servers take the embedding from the target, which trains frozen in all of them,
+so a stored one is not read. A head that drafts in one pass has `mask_hidden`, its mask token as
+`pard_token`, and as `num_parallel_tokens`, which servers do not read, the number of tokens that it
+was trained to draft. A file without the numbers of layers has the default of all servers.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,81 +18,38 @@ from torch import Tensor
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, ids_of
-from decoding.models.folder import WEIGHTS, load_state, read_config
+from decoding.models.folder import WEIGHTS, load_state, read_json
 from decoding.values import is_int, quote
+from heads.eagle.layouts import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    CONVENTION,
+    EMBEDDING,
+    PARALLEL,
+    READ_AS,
+    SWITCHES,
+    layout_of,
+)
 from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted, read_rope
 from training.heads import checkpoint
+from training.heads.published import PublishedLayout, get
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL)
-CONVENTION = "hidden_states"  # layer k is Hugging Face's hidden_states[k]
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # fields of config.json that this head has with one value only
 _FIXED: dict[str, Any] = {
+    "model_type": "llama",
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "norm_before_fc": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+    "embed_requires_grad": False,
+    "layer_types": ["full_attention"],
 }
-_SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
-
-
-class ServedLayout:
-    """The keys of config.json, and tensors named like the parameters."""
-
-    def config(self, shape: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
-        rope = dict(shape.rope)
-        theta = rope.pop("rope_theta")
-        return {
-            "architectures": [architecture(shape)],
-            **(
-                {MASK_TOKEN: shape.mask_token_id, TRAINED_TOKENS: shape.parallel}
-                if shape.parallel
-                else {}
-            ),
-            "model_type": "llama",
-            **{key: value for key, value in _FIXED.items() if key != "norm_before_fc"},
-            "vocab_size": shape.vocab_size,
-            "draft_vocab_size": shape.num_drafted,  # without it SGLang takes the target's lm_head
-            "hidden_size": shape.hidden_size,
-            "target_hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "rms_norm_eps": shape.norm_eps,
-            "max_position_embeddings": shape.max_positions,
-            "rope_theta": theta,
-            "rope_scaling": rope if rope["rope_type"] != "default" else None,
-            "tie_word_embeddings": False,
-            "num_aux_hidden_states": shape.num_taps,
-            _LAYERS: list(shape.taps),
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "norm_before_fc": False,
-                _LAYERS: [tap - 1 for tap in shape.taps],
-            },
-            "taps": list(shape.taps),
-            "taps_convention": CONVENTION,
-            **{name: getattr(shape, name) for name in _SWITCHES},
-            "torch_dtype": str(dtype).removeprefix("torch."),
-        }
-
-    def stored_name(self, name: str) -> str:
-        return name
-
-    def extensions(self, shape: EagleConfig) -> list[str]:
-        return []
-
-
-LAYOUT = ServedLayout()
-
-
-def architecture(shape: EagleConfig) -> str:
-    """Return the name by which servers know a head."""
-    return PARALLEL if shape.parallel else ARCHITECTURE
 
 
 def load_head(
@@ -115,19 +63,15 @@ def load_head(
     config, file = read_head_config(folder), folder / WEIGHTS
     with torch.device("meta"):
         head = EagleHead(config)
-    stored = {
-        re.sub(r"^(model\.)?(layers\.0\.)?", lambda found: "midlayer." if found[2] else "", name): (
-            tensor
-        )
-        for name, tensor in load_state(folder).items()
-    }
-    stored.pop("embed_tokens.weight", None)
+    layout = layout_of(read_json(folder / "config.json"))
+    stored = layout.with_names(load_state(folder), READ_AS)
+    stored.pop(EMBEDDING, None)
     _complete_vocabulary(stored, config, file)
     described = (
         f"{config.num_taps} taps, {config.num_drafted} drafted tokens, "
         f"fc_norm={str(config.fc_norm).lower()}"
     )
-    checkpoint.load_weights(head, stored, LAYOUT.stored_name, file, described)
+    checkpoint.load_weights(head, stored, layout.stored_name, file, described)
     return head.to(device, dtype).requires_grad_(False).eval()
 
 
@@ -158,8 +102,10 @@ def read_head_config(folder: Path) -> EagleConfig:
 
     Raises UserError for a folder of another kind, and for missing, invalid or unsupported values.
     """
-    file, values = folder / "config.json", read_config(folder)
-    served = values.get("eagle_config") or {}
+    file = folder / "config.json"
+    stored = read_json(file)
+    layout = layout_of(stored)
+    values, served = layout.flatten(stored), stored.get("eagle_config") or {}
     found = values.get("architectures")
     if not isinstance(found, list) or not set(found) & set(ARCHITECTURES):
         raise UserError(
@@ -168,14 +114,15 @@ def read_head_config(folder: Path) -> EagleConfig:
         )
     for key, only in _FIXED.items():
         given = served.get(key, values.get(key, only))
-        if given != only:
+        # Model Optimizer writes null for what its training left at the default
+        if given not in (only, None):
             raise UserError(
                 f"{file}: {key} is {json.dumps(given)}, expected {json.dumps(only)}, as this "
                 f"project has no EAGLE-3 head of another form. Use a head without this option."
             )
     sizes = _read_sizes(file, values)
-    taps = _read_taps(file, values, served)
-    switches = {name: values.get(name, False) for name in _SWITCHES}
+    taps = _read_taps(file, values, layout)
+    switches = {name: values.get(name, False) for name in SWITCHES}
     for name, given in switches.items():
         if not isinstance(given, bool):
             raise UserError(
@@ -244,7 +191,7 @@ def _read_sizes(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_taps(file: Path, values: Mapping[str, Any], served: Mapping[str, Any]) -> tuple[int, ...]:
+def _read_taps(file: Path, values: Mapping[str, Any], layout: PublishedLayout) -> tuple[int, ...]:
     """Return the tapped layers; empty if the file leaves them to the default.
 
     Raises UserError for invalid ones, and for keys that name different layers.
@@ -255,29 +202,26 @@ def _read_taps(file: Path, values: Mapping[str, Any], served: Mapping[str, Any])
             f"{file}: taps_convention is {quote(convention)}, expected '{CONVENTION}', in which "
             f"layer k is Hugging Face's hidden_states[k]. Renumber taps."
         )
-    given = {
-        "taps": values.get("taps"),
-        _LAYERS: values.get(_LAYERS),
-        f"eagle_config.{_LAYERS}": served.get(_LAYERS) or None,
-    }
-    found: dict[str, Any] = {key: layers for key, layers in given.items() if layers is not None}
-    outputs = found.get(f"eagle_config.{_LAYERS}")
-    if isinstance(outputs, list) and all(map(is_int, outputs)):
-        found[f"eagle_config.{_LAYERS}"] = [layer + 1 for layer in outputs]
-    first, taps = next(iter(found.items()), ("", []))
-    numbers = isinstance(taps, list) and all(is_int(tap) and tap >= 0 for tap in taps)
-    count = values.get("num_aux_hidden_states", len(taps) if numbers and taps else NUM_TAPS)
-    if not numbers or len(set(taps)) != len(taps) or count != (len(taps) or NUM_TAPS):
-        raise UserError(
-            f"{file}: the tapped layers are {quote(taps)}, expected {quote(count)} different "
-            f"layers of the target, from 0 (num_aux_hidden_states). Use the config.json that was "
-            f"written with these weights."
-        )
-    for key, layers in found.items():
-        if layers != taps:
+    stored = {path: found for path in layout.layers if (found := get(values, path)) is not None}
+    taps: dict[str, list[int]] = {}
+    for path, found in stored.items():
+        numbers = isinstance(found, list) and all(map(is_int, found))
+        read = [layer - layout.layers[path] for layer in found] if numbers else []
+        expected = values.get("num_aux_hidden_states", len(read) or NUM_TAPS)
+        valid = numbers and min(read, default=0) >= 0 and len(set(read)) == len(read)
+        if not valid or expected != (len(read) or NUM_TAPS):
             raise UserError(
-                f"{file}: {key} is {quote(given[key])}, which are the taps {quote(layers)}, but "
-                f"{first} is {quote(given[first])}. One of them was changed: use the config.json "
-                f"that was written with these weights."
+                f"{file}: the tapped layers are {quote(found)}, expected {quote(expected)} "
+                f"different layers of the target, from {layout.layers[path]} ({path}, "
+                f"num_aux_hidden_states). Use the config.json that was written with these weights."
             )
-    return tuple(taps)
+        taps[path] = read
+    first = next(iter(taps), "")
+    for path, read in taps.items():
+        if read != taps[first]:
+            raise UserError(
+                f"{file}: {path} {stored[path]} are hidden_states {read}, but {first} is "
+                f"{taps[first]}. Servers would read other layers than the head was trained on: "
+                f"correct one of them, or use the config.json that was written with these weights."
+            )
+    return tuple(taps[first]) if taps else ()

@@ -5,13 +5,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from heads.eagle.checkpoint import LAYOUT, architecture, load_head, read_head_config
+from heads.eagle.checkpoint import load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.layouts import CONTRACT, PARALLEL_CONTRACT, SERVED, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
@@ -30,11 +32,12 @@ class EagleKind(EaglePredictions, HeadKind):
     """EAGLE-3 heads as a kind of trained head."""
 
     config: type[HeadJobConfig] = EagleTrainConfig
-    layout: FolderLayout = LAYOUT
 
     def __init__(self, name: str, parallel: bool) -> None:
         """Name the kind. parallel: whether its heads draft in one pass."""
         self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
+        self.layout: FolderLayout = SERVED_PARALLEL if parallel else SERVED
+        self.contract = PARALLEL_CONTRACT if parallel else CONTRACT
 
     def shape(self, config: EagleTrainConfig, target: Any) -> EagleConfig:
         options, widths = config.head, target_widths(target)
@@ -134,6 +137,7 @@ class EagleKind(EaglePredictions, HeadKind):
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
         speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
         speculative["num_speculative_tokens"] = shape.parallel or card["num_draft_tokens"] or 3
+        architectures = self.layout.config(shape, torch.float32)["architectures"]
         paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
         if shape.parallel:
             speculative["parallel_drafting"] = True
@@ -144,7 +148,7 @@ class EagleKind(EaglePredictions, HeadKind):
             title=paper,
             form=self.describe(shape),
             reads="hidden states and embedding",
-            layout=f"the published layout ({architecture(shape)})",
+            layout=f"the published layout ({', '.join(architectures)})",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
                 f"vllm serve {target} {option}",

@@ -73,6 +73,17 @@ class EagleConfig:
         """Number of tapped layers."""
         return len(self.taps) or NUM_TAPS
 
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary frequencies, in the older form of config.json."""
+        return float(self.rope["rope_theta"])
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """All other rope fields in the older form; None for plain rotary positions."""
+        fields = {name: value for name, value in self.rope.items() if name != "rope_theta"}
+        return fields if fields["rope_type"] != "default" else None
+
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
         """Return the taps in a target of this many layers.
 

@@ -1,74 +1,30 @@
-"""Folders of Medusa heads in two published layouts: vLLM's, which is written, and the original one.
+"""Folders of Medusa heads, in the layouts of heads/medusa/layouts.py.
 
-vLLM: config.json with `model_type: medusa`, tensors `blocks.{i}.layers.{j}.weight|bias` and
-`lm_heads.{i}.weight` (one, with `original_lm_head`, if heads share it), and `token_map` for a draft
-vocabulary of `truncated_vocab_size` tokens. The biases need `medusa_fc_bias: true`, since vLLM's
-loader defaults to false. vLLM drafts chains of best tokens, no trees.
-
-Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medusa_num_layers`,
-`medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its loader
-always builds five heads. Older files are pickles, which are refused.
-
-`medusa_accuracy` in config.json, from which trees are chosen, is an extension that other readers
-ignore.
+The original loader always builds five heads. Older files of its layout are pickles, which are
+refused.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import check_tokens
 from decoding.models.folder import WEIGHTS, load_state, read_json
+from heads.medusa.layouts import (
+    ACCURACY,
+    CONTRACT,
+    MODEL_TYPE,
+    ORIGINAL,
+    ORIGINAL_WEIGHTS,
+    TOKENS,
+    VLLM,
+)
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from training.heads import checkpoint
-
-MODEL_TYPE = "medusa"
-ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
-_ACCURACY = "medusa_accuracy"
-_TOKENS = "token_map"
-
-
-class VllmLayout:
-    """vLLM's keys of config.json and names of tensors."""
-
-    def config(self, shape: MedusaConfig, dtype: torch.dtype) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "architectures": ["MedusaModel"],
-            "model_type": MODEL_TYPE,
-            "num_heads": shape.num_heads,
-            "num_hidden_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "vocab_size": shape.vocab_size,
-            "truncated_vocab_size": shape.num_drafted,
-            "medusa_fc_bias": True,
-            "original_lm_head": shape.shared,
-            "torch_dtype": str(dtype).removeprefix("torch."),
-        }
-        if shape.accuracy:
-            values[_ACCURACY] = [[round(share, 6) for share in row] for row in shape.accuracy]
-        return values
-
-    def stored_name(self, name: str) -> str:
-        name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
-        name = re.sub(r"^projections\.", "lm_heads.", name)
-        return _TOKENS if name == "token_ids_V" else name
-
-    def extensions(self, shape: MedusaConfig) -> list[str]:
-        return []
-
-
-LAYOUT = VllmLayout()
-
-
-def original_name(name: str, layers: int) -> str:
-    """Return a parameter's name in the original layout, for heads of `layers` blocks."""
-    name = re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
-    return name.removeprefix("blocks.")
+from training.heads.published import PublishedLayout
 
 
 def load_heads(
@@ -79,7 +35,7 @@ def load_heads(
     Raises UserError for a folder of another kind, for a file that cannot be read, and for tensors
     that are missing, unknown, not finite, or of another shape than config.json describes.
     """
-    original = _is_original(read_json(folder / "config.json"))
+    original = CONTRACT.layout_of(read_json(folder / "config.json")) is ORIGINAL
     heads = _load_original(folder) if original else _load_vllm(folder)
     return heads.to(device, dtype).requires_grad_(False).eval()
 
@@ -112,7 +68,7 @@ def read_heads_config(folder: Path) -> MedusaConfig:
             f"{file}: original_lm_head is {shared!r}, expected true or false. Use the config.json "
             f"that was written with these weights."
         )
-    accuracy = _read_accuracy(file, values.get(_ACCURACY))
+    accuracy = _read_accuracy(file, values.get(ACCURACY))
     return MedusaConfig(V, H, heads, layers, shared, 0 if drafted == V else drafted, accuracy)
 
 
@@ -126,7 +82,7 @@ def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
         valid = False
     if not valid:
         raise UserError(
-            f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
+            f"{file}: {ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
             "every head. Remove the key to draft a default tree."
         )
     return rows
@@ -134,25 +90,30 @@ def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
 
 def _load_vllm(folder: Path) -> MedusaHeads:
     config = read_heads_config(folder)
-    with torch.device("meta"):
-        heads = MedusaHeads(config)
-    described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
-    file = folder / WEIGHTS
-    checkpoint.load_weights(heads, load_state(folder), LAYOUT.stored_name, file, described)
+    heads = _fill(config, VLLM, load_state(folder), folder / WEIGHTS)
     if heads.token_ids_V is not None:
         heads.token_ids_V = heads.token_ids_V.long()
-        check_tokens(file, _TOKENS, heads.token_ids_V, config.vocab_size)
+        check_tokens(folder / WEIGHTS, TOKENS, heads.token_ids_V, config.vocab_size)
     return heads
 
 
-def _is_original(values: dict[str, Any]) -> bool:
-    return "medusa_num_heads" in values and "hidden_size" not in values
+def _fill(
+    config: MedusaConfig, layout: PublishedLayout, stored: dict[str, Tensor], file: Path
+) -> MedusaHeads:
+    """Return heads of this shape with the tensors that were read from `file`."""
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
+    layout = layout.of_shape(config)
+    state = layout.with_names(stored, CONTRACT.read_as)
+    checkpoint.load_weights(heads, state, layout.stored_name, file, described)
+    return heads
 
 
 def _load_original(folder: Path) -> MedusaHeads:
     """Load all heads in the file, whose number may differ from config.json's."""
-    file = folder / ORIGINAL_WEIGHTS
-    layers: Any = read_json(folder / "config.json").get("medusa_num_layers")
+    file, values = folder / ORIGINAL_WEIGHTS, read_json(folder / "config.json")
+    layers: Any = values.get("medusa_num_layers")
     checkpoint.check_size(folder / "config.json", "medusa_num_layers", layers, 1)
     if not file.is_file():
         pickled = (folder / "medusa_lm_head.pt").is_file()
@@ -163,12 +124,7 @@ def _load_original(folder: Path) -> MedusaHeads:
             else f"has no {file.name}. Copy the folder again."
         )
         raise UserError(f"{folder} {why}")
-    try:
-        found = load_file(file)
-    except SafetensorError as error:
-        raise UserError(
-            f"{file} cannot be read as safetensors ({error}). Copy it again."
-        ) from error
+    found = load_state(folder, weights=ORIGINAL_WEIGHTS)
     count = len({name.split(".")[0] for name in found})
     projection = found.get(f"0.{layers}.weight")
     if projection is None or projection.ndim != 2:
@@ -178,12 +134,5 @@ def _load_original(folder: Path) -> MedusaHeads:
             f"{file.name} of the same heads."
         )
     V, H = projection.shape
-    with torch.device("meta"):
-        heads = MedusaHeads(MedusaConfig(V, H, count, layers))
-    described = f"{count} heads of {layers} residual blocks"
-
-    def name_in_file(name: str) -> str:
-        return original_name(name, layers)
-
-    checkpoint.load_weights(heads, found, name_in_file, file, described)
-    return heads
+    accuracy = _read_accuracy(folder / "config.json", values.get(ACCURACY))
+    return _fill(MedusaConfig(V, H, count, layers, accuracy=accuracy), ORIGINAL, found, file)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from decoding.interfaces import Drafter
-from heads.medusa.checkpoint import LAYOUT, load_heads
+from heads.medusa.checkpoint import load_heads
 from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.layouts import CONTRACT, VLLM
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
 from jobs.paths import name_anywhere
@@ -28,6 +29,7 @@ from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.positions import Positions
 from training.heads.predicting import Choose, DraftStarts, choose_likeliest
+from training.heads.published import Contract
 
 STARTS = ("lm_head", "random")
 MOST_BLOCKS = 16
@@ -39,7 +41,8 @@ class MedusaKind(HeadKind):
     name, label, reads_tokens = "medusa", "medusa", False
     ranks = RANKS  # number of ranks whose accuracies choose the trees
     config: type[HeadJobConfig] = MedusaTrainConfig
-    layout: FolderLayout = LAYOUT
+    layout: FolderLayout = VLLM
+    contract: Contract | None = CONTRACT
 
     def outputs(self, head: MedusaHeads, states: TargetStates) -> Sequence[Tensor]:
         return [head.projection(k) for k in range(len(head.projections))]

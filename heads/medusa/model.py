@@ -35,6 +35,11 @@ class MedusaConfig:
         """Number of tokens that the heads can draft."""
         return self.draft_vocab_size or self.vocab_size
 
+    @property
+    def rounded_accuracy(self) -> list[list[float]]:
+        """The accuracy, as config.json has it."""
+        return [[round(share, 6) for share in row] for row in self.accuracy]
+
 
 class MedusaBlock(nn.Module):
     """The residual block x + SiLU(W x + b)."""

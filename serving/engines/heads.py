@@ -17,8 +17,8 @@ from heads.block.drafter import BlockDrafter
 from heads.block.shape import EMBEDDING, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.parallel import ParallelEagleDrafter
-from heads.medusa.checkpoint import MODEL_TYPE as MEDUSA
 from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 
 EAGLE3, DFLASH = "eagle3", "dflash"
 HEADS = (MEDUSA, EAGLE3, DFLASH)  # vLLM's methods

@@ -26,10 +26,11 @@ from decoding.loop import decode
 from decoding.models.draft_vocabulary import draft_vocab_size
 from decoding.models.native.rope import rope_parameters
 from decoding.rounds.settings import Settings
-from heads.eagle.checkpoint import LAYOUT, load_head
+from heads.eagle.checkpoint import load_head
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.drafts import Drafts
 from heads.eagle.kind import KIND
+from heads.eagle.layouts import SERVED, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
 from tests.decoding.row_kinds.eagle import random_eagle
 from tests.heads import law_6
@@ -64,7 +65,8 @@ def random_head(**fields: Any) -> EagleHead:
 
 def save(head: EagleHead, folder: Path, **changes: Any) -> Path:
     """Save a head, with changes of its config.json."""
-    checkpoint.save_head(LAYOUT, head.config, head, folder)
+    layout = SERVED_PARALLEL if head.config.parallel else SERVED
+    checkpoint.save_head(layout, head.config, head, folder)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return folder

@@ -16,8 +16,9 @@ import heads.train
 from decoding import generate, load
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
-from heads.medusa.checkpoint import LAYOUT, load_heads, original_name
+from heads.medusa.checkpoint import load_heads
 from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.layouts import ORIGINAL, VLLM
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import choose_tree, default_tree, grow_tree
 from tests.heads.test_heads_train import configured
@@ -35,7 +36,7 @@ def random_heads(**fields: Any) -> MedusaHeads:
 
 
 def save(made: MedusaHeads, folder: Path) -> Path:
-    checkpoint.save_head(LAYOUT, made.config, made, folder)
+    checkpoint.save_head(VLLM, made.config, made, folder)
     return folder
 
 
@@ -45,7 +46,8 @@ def save_original(made: MedusaHeads, folder: Path) -> Path:
     folder.mkdir()
     config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "version": "2"}
     (folder / "config.json").write_text(json.dumps(config))
-    state = {original_name(name, layers): each for name, each in made.state_dict().items()}
+    layout = ORIGINAL.of_shape(made.config)
+    state = {layout.stored_name(name): each for name, each in made.state_dict().items()}
     save_file(state, folder / "medusa_lm_head.safetensors")
     return folder
 
@@ -56,7 +58,7 @@ def save_original(made: MedusaHeads, folder: Path) -> Path:
 def test_heads_are_residual_blocks_and_a_projection_each():
     """Compare outputs with the published equations, on weights under their published names."""
     made, state = random_heads(), torch.randn(5, SHAPE.hidden_size)
-    named = {LAYOUT.stored_name(name): each for name, each in made.state_dict().items()}
+    named = {VLLM.stored_name(name): each for name, each in made.state_dict().items()}
     expected = []
     for head in range(3):
         x_MH = state

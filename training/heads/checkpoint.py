@@ -42,16 +42,28 @@ def save_head(
 
     dtype: the dtype in which floating-point tensors are stored. Raises UserError if a write fails.
     """
-    state = {
-        layout.stored_name(name): tensor.detach()
+    state = {layout.stored_name(name): tensor for name, tensor in head.state_dict().items()}
+    write_head_files(folder, state, config_text(layout, shape, dtype), dtype)
+
+
+def write_head_files(
+    folder: Path, state: dict[str, Tensor], config: str, dtype: torch.dtype, weights: str = WEIGHTS
+) -> None:
+    """Write tensors by their names in the file, and the text of config.json.
+
+    dtype: that of floating-point tensors. weights: name of the file of tensors. Raises UserError
+    if a write fails.
+    """
+    stored = {
+        name: tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
         .contiguous()
-        for name, tensor in head.state_dict().items()
+        for name, tensor in state.items()
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(state, folder / WEIGHTS, {"format": "pt"})
-        (folder / "config.json").write_text(config_text(layout, shape, dtype), encoding="utf-8")
+        save_tensors(stored, folder / weights, {"format": "pt"})
+        (folder / "config.json").write_text(config, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise disk_error(folder, error) from error
 

@@ -19,6 +19,7 @@ from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.predicting import PredictingHead
+from training.heads.published import Contract
 
 
 class HeadShape(Protocol):
@@ -65,6 +66,7 @@ class HeadKind(PredictingHead, Protocol):
     # number of likeliest tokens whose accuracies the drafter uses; 0: none
     ranks: int = 0
     layout: FolderLayout
+    contract: Contract | None = None  # its published layouts; None: no server reads it
 
     def shape(self, config: Any, target: Any) -> Any:
         """Return the `HeadShape` of a new head for a target.

@@ -1,0 +1,201 @@
+"""Published layouts of EAGLE-3 and P-EAGLE heads, and how servers read them.
+
+served        ours: what vLLM and SGLang read, with the layers in the numbers of both
+specforge     SpecForge's exports to SGLang, and the original repository's files
+modelopt      exports of NVIDIA's Model Optimizer
+speculators   vLLM's library; the sizes lie in an inner object
+
+In `eagle_config`, SGLang, SpecForge and Model Optimizer number layers by their outputs. vLLM takes
+the same key for hidden_states[i], one layer earlier, but reads the key at the top level first.
+
+`norm_output` feeds the normalized output back in vLLM, SGLang and speculators. In SpecForge 0.2.0
+the key says instead whether the output is normalized before the lm_head, and the feedback never
+is; there it is written only if the head needs it in SGLang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
+from training.heads.published import HIDDEN_STATES, OUTPUTS, Contract, PublishedLayout, Server
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
+SPECULATOR = "Eagle3Speculator"
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL, SPECULATOR)
+CONVENTION = "hidden_states"  # of the key taps_convention
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+SERVED_LAYERS = f"eagle_config.{LAYERS}"
+INNER = "transformer_layer_config"
+PROPOSALS = "speculators_config.proposal_methods"
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
+# tensors of other writers, under this project's names
+READ_AS = (
+    (r"^model\.", ""),
+    (r"^layers\.0\.", "midlayer."),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+)
+EMBEDDING = "embed_tokens.weight"  # the target's, which trains frozen
+
+_LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_positions",
+}
+_OUTER = {
+    **_SIZES,
+    "draft_vocab_size": "num_drafted",  # without it SGLang takes the target's lm_head
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+}
+_ONE_BY_ONE: Mapping[str, Any] = {"parallel": 0}
+
+
+def _within(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{key}.{path}": value for path, value in values.items()}
+
+
+SERVED = PublishedLayout(
+    "served",
+    fixed={
+        "architectures": [ARCHITECTURE],
+        **_LLAMA,
+        "eagle_config.use_aux_hidden_state": True,
+        "eagle_config.norm_before_fc": False,
+        "taps_convention": CONVENTION,
+    },
+    fields={
+        **_OUTER,
+        "target_hidden_size": "hidden_size",
+        "num_aux_hidden_states": "num_taps",
+        **{name: name for name in SWITCHES},
+    },
+    layers={"taps": HIDDEN_STATES, LAYERS: HIDDEN_STATES, SERVED_LAYERS: OUTPUTS},
+)
+SERVED_PARALLEL = replace(
+    SERVED,
+    fixed={**SERVED.fixed, "architectures": [PARALLEL]},
+    fields={**SERVED.fields, MASK_TOKEN: "mask_token_id", TRAINED_TOKENS: "parallel"},
+)
+SPECFORGE = PublishedLayout(
+    "specforge",
+    fixed={"architectures": [ARCHITECTURE], **_LLAMA},
+    fields=_OUTER,
+    layers={SERVED_LAYERS: OUTPUTS},
+    if_true={"fc_norm": "fc_norm", "norm_output": "norm_output"},
+    only={"num_taps": 3, "norm_before_residual": False, **_ONE_BY_ONE},
+    full_vocabulary=True,
+)
+MODELOPT = PublishedLayout(
+    "modelopt",
+    fixed={
+        "architectures": [ARCHITECTURE],
+        **_LLAMA,
+        **_within(
+            "eagle_config",
+            {
+                "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "parallel_draft_heads_num_layers": 1,
+            },
+        ),
+    },
+    fields=_OUTER,
+    layers={SERVED_LAYERS: OUTPUTS},
+    only={**dict.fromkeys(SWITCHES, False), **_ONE_BY_ONE},
+    renamed=((r"^midlayer\.", "layers.0."),),
+    left_out=frozenset({"t2d"}),
+)
+SPECULATORS = PublishedLayout(
+    "speculators",
+    fixed={
+        "architectures": [SPECULATOR],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config.algorithm": "eagle3",
+        "speculators_config.default_proposal_method": "greedy",
+        PROPOSALS: [
+            {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1},
+        ],
+        "speculators_config.verifier.architectures": [],
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        **_within(INNER, _LLAMA),
+    },
+    fields={
+        **_within(INNER, {**_SIZES, "rope_parameters": "rope"}),
+        "draft_vocab_size": "num_drafted",
+        "target_hidden_size": "hidden_size",
+        **{name: name for name in SWITCHES},
+    },
+    layers={LAYERS: HIDDEN_STATES},
+    only=_ONE_BY_ONE,
+    renamed=((r"^midlayer\.", "layers.0."),),
+    verifier="speculators_config.verifier.name_or_path",
+    inner=INNER,
+    # speculators takes a Qwen3 where nothing is written; sizes are LLaMA's defaults in transformers
+    defaults={
+        "model_type": "qwen3",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    },
+)
+_SERVERS = (
+    Server(
+        "vLLM 0.32",
+        layers={LAYERS: HIDDEN_STATES, SERVED_LAYERS: HIDDEN_STATES},
+        ignored=("t2d",),
+    ),
+    Server(
+        "SGLang 0.5.23",
+        layers={SERVED_LAYERS: OUTPUTS},
+        assumed={"norm_before_residual": False, "parallel": 0},
+        ignored=("t2d", "mask_hidden"),
+        refused=("speculators",),
+    ),
+)
+
+
+def layout_of(values: Mapping[str, Any]) -> PublishedLayout:
+    """Return the layout of a config.json."""
+    if "speculators_model_type" in values:
+        return SPECULATORS
+    if "taps" in values or LAYERS in values:
+        return SERVED_PARALLEL if PARALLEL in values.get("architectures", ()) else SERVED
+    served = values.get("eagle_config") or {}
+    return MODELOPT if "use_last_layernorm" in served else SPECFORGE
+
+
+def _contract(*layouts: PublishedLayout) -> Contract:
+    named = {each.name: each for each in layouts}
+    optional = frozenset({"t2d"})
+    return Contract(named, layout_of, _SERVERS, READ_AS, frozenset({EMBEDDING}), optional)
+
+
+CONTRACT = _contract(SERVED, SPECFORGE, MODELOPT, SPECULATORS)
+PARALLEL_CONTRACT = _contract(SERVED_PARALLEL)

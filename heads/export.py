@@ -1,0 +1,157 @@
+"""Head folders in other published layouts, and the check of a folder's form.
+
+`scripts/export_head.py` and `scripts/check_head.py` are their commands. The tables of layouts are
+those of the kinds of heads (`HeadKind.contract`).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import CARD, Tensors, hash_input, load_state, read_headers, read_json
+from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
+from decoding.values import check_choice
+from heads.registry import kind_in
+from jobs.files import write_text
+from training.heads.checkpoint import FolderLayout, write_head_files
+from training.heads.kind import HeadKind
+from training.heads.published import Contract, put, rename
+
+
+class Entry(NamedTuple):
+    """One tensor of a folder, or one that config.json describes."""
+
+    name: str  # in the file
+    expected: list[int] | None  # shape; None: no reader knows the tensor
+    found: list[int] | None  # shape; None: the file lacks it
+    optional: bool = False  # may be left out
+
+    @property
+    def fault(self) -> str:
+        """Return what is wrong with the tensor; empty if nothing is."""
+        if self.expected is None:
+            return "unknown"
+        if self.found is None:
+            return "" if self.optional else "missing"
+        return "" if self.found == self.expected else f"has the shape {self.found}"
+
+    def __str__(self) -> str:
+        state = self.fault.upper() or ("left out" if self.found is None else "ok")
+        return f"{self.name:<44} {self.expected or self.found!s:<16} {state}"
+
+
+class Form(NamedTuple):
+    """The form of a head folder."""
+
+    layout: str
+    tensors: list[Entry]
+    notes: list[str]  # where the layers are, what servers ignore or read otherwise
+
+    def check(self, folder: Path) -> None:
+        """Raise UserError, naming all tensors that are wrong."""
+        wrong = [f"{entry.name} {fault}" for entry in self.tensors if (fault := entry.fault)]
+        if wrong:
+            raise UserError(
+                f"{folder} does not hold the head that config.json describes: {'; '.join(wrong)}. "
+                f"Use config.json and weights of the same head."
+            )
+
+
+def contract_of(kind: HeadKind, folder: Path) -> Contract:
+    """Return the published layouts of a kind. Raises UserError for a kind that no server reads."""
+    if kind.contract is None:
+        raise UserError(
+            f"{folder} holds a head of the kind {kind.name}, which has no published layout but the "
+            f"one that it is in. Expected an EAGLE-3 head."
+        )
+    return kind.contract
+
+
+def export(folder: Path, name: str, out: Path) -> list[str]:
+    """Write a head in the layout `name`, and return notes on what was converted.
+
+    The weights keep their dtype and bits; tokenizer and card are copied. Raises UserError for an
+    unknown layout, a head that it cannot describe, and a folder `out` that exists.
+    """
+    kind = kind_in(folder)
+    contract = contract_of(kind, folder)
+    check_choice("layout", name, [*contract.layouts])
+    if out.exists():
+        raise UserError(f"{out} exists already. Delete it, or name another folder.")
+    shape = kind.read_shape(folder)
+    layout = contract.layouts[name].of_shape(shape)
+    layout.check_holds(shape, str(folder))
+    stored_in = contract.layout_of(read_json(folder / "config.json")).weights
+    head, dtype = kind.load(folder), _dtype_of(folder, stored_in)
+    tensors = layout.tensors(head.state_dict(), shape)
+    state = {layout.stored_name(own): tensor for own, tensor in tensors.items()}
+    card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    values = layout.config(shape, dtype)
+    if layout.verifier:
+        put(values, layout.verifier, card.get("target"))
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    write_head_files(out, state, text, dtype, layout.weights)
+    if has_tokenizer(folder):
+        copy_tokenizer(folder, out)
+    if card:
+        copied = {"copy_of": {"drafter_hash": hash_input(folder)}, "layout": name}
+        write_text(out / CARD, json.dumps(card | copied | {"drafter_hash": hash_input(out)}))
+    return form_of(kind, out, shape).notes
+
+
+def _dtype_of(folder: Path, weights: str) -> torch.dtype:
+    """Return the dtype of a folder's floating-point tensors; float32 if they differ."""
+    stored = load_state(folder, weights=weights).values()
+    found = {each.dtype for each in stored if each.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.float32
+
+
+def form_of(kind: HeadKind, folder: Path, shape: Any) -> Form:
+    """Compare the tensors of a folder with those of a head of this shape.
+
+    Raises UserError for files that cannot be read.
+    """
+    with torch.device("meta"):
+        state = kind.empty(shape).state_dict()
+    if kind.contract is None:
+        headers = read_headers(folder)
+        own_names = {kind.layout.stored_name(own): own for own in state}
+        named = {own_names.get(name, name): name for name in headers}
+        return Form("", _entries(state, kind.layout, named, headers, frozenset()), [])
+    contract, values = kind.contract, read_json(folder / "config.json")
+    layout = contract.layout_of(values).of_shape(shape)
+    headers = read_headers(folder, layout.weights)
+    named = {rename(name, contract.read_as): name for name in headers}
+    named = {own: name for own, name in named.items() if own not in contract.unread}
+    wanted = state | layout.tensors(state, shape)
+    derived = contract.optional | (wanted.keys() - state.keys())
+    notes = layout.numbering(shape)
+    for server in contract.servers:
+        notes += server.notes(layout.name, values, [*named], shape)
+    return Form(layout.name, _entries(wanted, layout, named, headers, derived), notes)
+
+
+def _entries(
+    wanted: Mapping[str, Tensor],
+    layout: FolderLayout,
+    named: Mapping[str, str],
+    headers: Tensors,
+    derived: frozenset[str],
+) -> list[Entry]:
+    """Return the entries of all tensors, by their names in the file.
+
+    wanted: expected tensors by their names in the state dict. named: from these names to those of
+    the file. derived: tensors that may be left out.
+    """
+    found = []
+    for own in [*wanted, *(own for own in named if own not in wanted)]:
+        name = named.get(own, layout.stored_name(own))
+        shape = list(wanted[own].shape) if own in wanted else None
+        stored = headers[name].shape if own in named else None
+        found.append(Entry(name, shape, stored, own in derived))
+    return found

@@ -1,0 +1,320 @@
+"""Published layouts of heads: export, reading back, and the check of a folder's form."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decoding.drafters.registry import head_of
+from decoding.errors import UserError
+from decoding.models.native.rope import rope_parameters
+from heads.eagle.checkpoint import load_head, read_head_config
+from heads.export import export, form_of
+from heads.registry import kind_in
+from scripts import check_head, export_head
+from tests.heads import law_6
+from tests.heads.rows import HEAD_ROWS, HeadRow
+from tests.support.tiny_targets import LLAMA3_ROPE
+from training.heads.checkpoint import save_head
+
+ROWS = {row.name: row for row in HEAD_ROWS}
+PLAIN = "eagle3"
+# every layout, with heads that it can hold: their rows, and fields of their shapes
+LLAMA3 = {"rope": rope_parameters({"rope_scaling": LLAMA3_ROPE})}
+AS_PUBLISHED = {"fc_norm": False, "norm_output": False}
+HELD: list[tuple[str, str, dict[str, Any]]] = [
+    ("served", "eagle3 with a normalized residual", {}),
+    ("served", "p_eagle with a draft vocabulary", {}),
+    ("specforge", PLAIN, LLAMA3),
+    ("specforge", "eagle3 with a draft vocabulary", AS_PUBLISHED),
+    ("modelopt", PLAIN, AS_PUBLISHED),
+    ("modelopt", "eagle3 with a draft vocabulary", AS_PUBLISHED | {"taps": (1, 3)}),
+    ("original", "medusa", {"accuracy": ((0.5, 0.25),) * 4}),
+    ("vllm", "medusa with a shared projection", {}),
+    ("speculators", "eagle3 with a draft vocabulary", {"taps": (1, 3)}),
+    ("speculators", "eagle3 with a normalized residual", LLAMA3),
+]
+of_all = pytest.mark.parametrize(("layout", "name", "fields"), HELD, ids=str)
+
+
+def saved(folder: Path, name: str = PLAIN, **fields: Any) -> tuple[HeadRow, Path]:
+    """Save the random head of a row, with other fields of its shape, in this project's layout."""
+    row = ROWS[name]
+    other = replace(row, shape=lambda target: replace(row.shape(target), **fields))
+    model = law_6.target()
+    head = law_6.head_of(other, model)
+    save_head(row.kind.layout, other.shape(model.config), head, folder)
+    return other, folder
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
+
+
+def change(folder: Path, **values: Any) -> Path:
+    """Change values of a folder's config.json."""
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | values))
+    return folder
+
+
+def notes_of(folder: Path) -> str:
+    kind = kind_in(folder)
+    return "\n".join(form_of(kind, folder, kind.read_shape(folder)).notes)
+
+
+# ------------------------------------------------------------------------------------- round trip
+
+
+@of_all
+def test_a_round_trip_keeps_every_bit(
+    layout: str, name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    row, ours = saved(tmp_path / "ours", name, **fields)
+    export(ours, layout, tmp_path / "theirs")
+    assert row.kind.contract is not None
+    export(tmp_path / "theirs", next(iter(row.kind.contract.layouts)), tmp_path / "back")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / file).read_bytes() == (ours / file).read_bytes()
+    form_of(row.kind, tmp_path / "theirs", row.kind.read_shape(ours)).check(tmp_path)
+
+
+@of_all
+def test_an_exported_head_drafts_the_same_tokens(
+    layout: str, name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    row, ours = saved(tmp_path / "ours", name, **fields)
+    export(ours, layout, tmp_path / "theirs")
+    model = law_6.target()
+    before = [one.tokens for one in law_6.drafts(row.load(ours), model)]
+    assert before == [one.tokens for one in law_6.drafts(row.load(tmp_path / "theirs"), model)]
+    assert head_of(tmp_path / "theirs") == row.kind.name
+
+
+def test_weights_keep_their_dtype(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    state = load_file(ours / "model.safetensors")
+    half = {
+        name: each.bfloat16() if each.is_floating_point() else each for name, each in state.items()
+    }
+    save_file(half, ours / "model.safetensors")
+    export(ours, "specforge", tmp_path / "theirs")
+    written = load_file(tmp_path / "theirs/model.safetensors")
+    assert all(torch.equal(written[name], each) for name, each in half.items())
+
+
+# ------------------------------------------------------------------- what servers and trainers read
+
+
+def test_specforge_gets_outputs_of_layers_and_the_full_vocabulary(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    export(ours, "specforge", tmp_path / "out")
+    config, state = config_of(tmp_path / "out"), load_file(tmp_path / "out/model.safetensors")
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    assert "eagle_aux_hidden_state_layer_ids" not in config and config["norm_output"] is True
+    # SpecForge's exporter to SGLang requires these
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "t2d", "d2t"} <= state.keys()
+    assert "midlayer.hidden_norm.weight" in state and not state["d2t"].any() and state["t2d"].all()
+
+
+def test_norm_output_is_left_out_where_specforge_reads_it_otherwise(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", norm_output=False)
+    export(ours, "specforge", tmp_path / "out")
+    assert "norm_output" not in config_of(tmp_path / "out")
+
+
+def test_modelopt_gets_exactly_its_tensors(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", "eagle3 with a draft vocabulary", **AS_PUBLISHED)
+    export(ours, "modelopt", tmp_path / "out")
+    layer = [f"self_attn.{part}_proj" for part in "qkvo"]
+    layer += [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    layer += ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    expected = {f"layers.0.{name}.weight" for name in layer}
+    expected |= {"norm.weight", "fc.weight", "lm_head.weight", "d2t"}
+    assert load_file(tmp_path / "out/model.safetensors").keys() == expected
+    served = config_of(tmp_path / "out")["eagle_config"]
+    assert served["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
+    assert served["use_last_layernorm"] is True and served["use_mtp_layernorm"] is False
+
+
+def test_speculators_gets_the_sizes_in_an_inner_object(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", "eagle3 with a draft vocabulary")
+    (ours / "drafter_card.json").write_text(json.dumps({"target": "some/model"}))
+    export(ours, "speculators", tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    assert "hidden_size" not in config and "model_type" not in config
+    assert config["transformer_layer_config"]["hidden_size"] == law_6.HIDDEN
+    assert config["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 10000.0
+    assert (config["draft_vocab_size"], config["fc_norm"]) == (20, True)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/model"
+    card = json.loads((tmp_path / "out/drafter_card.json").read_text())
+    assert (
+        card["layout"] == "speculators" and card["drafter_hash"] != card["copy_of"]["drafter_hash"]
+    )
+
+
+def test_sizes_that_speculators_leaves_out_are_its_defaults(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    export(ours, "speculators", tmp_path / "out")
+    inner = config_of(tmp_path / "out")["transformer_layer_config"]
+    del inner["intermediate_size"], inner["max_position_embeddings"], inner["rope_parameters"]
+    shape = read_head_config(change(tmp_path / "out", transformer_layer_config=inner))
+    assert (shape.intermediate_size, shape.max_positions) == (11008, 2048)
+    assert shape.rope_theta == 10000.0
+
+
+# ----------------------------------------------------------------------------- mislabelled folders
+
+
+def test_each_servers_layers_are_named(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", **AS_PUBLISHED)
+    for server in ("vLLM 0.32", "SGLang 0.5.23"):
+        assert f"{server} reads hidden_states 1, 2, 4" in notes_of(ours)
+    assert "NOT" not in notes_of(ours)
+    notes = "\n".join(export(ours, "modelopt", tmp_path / "out"))
+    assert "hidden_states 1, 2, 4 are [0, 1, 3] in eagle_config." in notes
+    assert "vLLM 0.32 reads hidden_states 0, 1, 3" in notes and "NOT 1, 2, 4" in notes
+    assert "SGLang 0.5.23 reads hidden_states 1, 2, 4" in notes
+
+
+def test_what_a_server_ignores_is_named(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", "eagle3 with a normalized residual")
+    assert "SGLang 0.5.23 ignores norm_before_residual=true and computes with false" in (
+        notes_of(ours)
+    )
+    config = config_of(ours)
+    del config["eagle_config"]
+    (ours / "config.json").write_text(json.dumps(config))
+    assert "SGLang 0.5.23 finds no layers in eagle_config." in notes_of(ours)
+    export(ours, "speculators", tmp_path / "out")
+    assert "SGLang 0.5.23 does not read the layout speculators" in notes_of(tmp_path / "out")
+
+
+def test_layers_of_two_conventions_under_both_keys_are_refused(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    served = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    with pytest.raises(UserError, match=r"\[1, 2, 4\] are hidden_states \[2, 3, 5\], but taps is"):
+        load_head(change(ours, eagle_config=served))
+
+
+def test_all_wrong_tensors_are_listed_at_once(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", **AS_PUBLISHED)
+    export(ours, "modelopt", tmp_path / "out")
+    state = load_file(tmp_path / "out/model.safetensors")
+    del state["layers.0.hidden_norm.weight"]
+    state |= {"input_norm.weight": torch.ones(3), "norm.weight": torch.ones(3)}
+    save_file(state, tmp_path / "out/model.safetensors")
+    kind = kind_in(tmp_path / "out")
+    form = form_of(kind, tmp_path / "out", kind.read_shape(tmp_path / "out"))
+    with pytest.raises(UserError) as raised:
+        form.check(tmp_path / "out")
+    for words in (
+        "layers.0.hidden_norm.weight missing",
+        "input_norm.weight unknown",
+        "norm.weight has the shape [3]",
+    ):
+        assert words in str(raised.value)
+    assert any(str(entry).endswith("[16, 16]         ok") for entry in form.tensors)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"embed_requires_grad": True}, "embed_requires_grad is true, expected false"),
+        ({"transformer_layer_config": {"hidden_size": 16}}, 'model_type is "qwen3", expected "ll'),
+        ({"norm_before_fc": True}, "norm_before_fc is true, expected false"),
+        (
+            {"transformer_layer_config": {"model_type": "llama", "num_hidden_layers": 4}},
+            "num_hidden_layers is 4, expected 1",
+        ),
+        (
+            {
+                "transformer_layer_config": {
+                    "model_type": "llama",
+                    "num_hidden_layers": 1,
+                    "layer_types": ["sliding_attention"],
+                }
+            },
+            "layer_types is .*sliding_attention.*, expected .*full_attention",
+        ),
+    ],
+    ids=str,
+)
+def test_other_forms_of_speculators_are_refused(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    _, ours = saved(tmp_path / "ours")
+    export(ours, "speculators", tmp_path / "out")
+    with pytest.raises(UserError, match=words):
+        load_head(change(tmp_path / "out", **values))
+
+
+def test_another_embedding_than_the_targets_is_refused(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    weight_VH = law_6.target().get_input_embeddings().weight.detach()
+    check_head.check_embedding(ours, weight_VH)
+    state = load_file(ours / "model.safetensors")
+    save_file(state | {"embed_tokens.weight": weight_VH.bfloat16()}, ours / "model.safetensors")
+    check_head.check_embedding(ours, weight_VH)
+    save_file(state | {"embed_tokens.weight": weight_VH + 1}, ours / "model.safetensors")
+    with pytest.raises(UserError, match="differs from the target's embedding"):
+        check_head.check_embedding(ours, weight_VH)
+
+
+# -------------------------------------------------------------------------------------- the scripts
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "layout", "words"),
+    [
+        (PLAIN, {}, "gguf", "layout 'gguf' is unknown, expected one of served, specforge"),
+        (PLAIN, {}, "modelopt", "fc_norm is true, expected false; norm_output is true, expected"),
+        (PLAIN, {"taps": (1, 3)}, "specforge", "num_taps is 2, expected 3"),
+        (PLAIN, {"taps": (3, 1)}, "speculators", r"taps are \[3, 1\], expected rising layers"),
+        ("medusa", {"shared": True}, "original", "shared is true, expected false"),
+        ("p_eagle", {}, "specforge", "layout 'specforge' is unknown, expected one of served"),
+        ("recurrent", {}, "served", "has no published layout"),
+    ],
+    ids=str,
+)
+def test_heads_that_a_layout_cannot_hold_are_refused(
+    name: str, fields: dict[str, Any], layout: str, words: str, tmp_path: Path
+) -> None:
+    _, ours = saved(tmp_path / "ours", name, **fields)
+    with pytest.raises(UserError, match=words):
+        export(ours, layout, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours")
+    with pytest.raises(UserError, match="exists already"):
+        export(ours, "specforge", ours)
+
+
+def run(script: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *words: Path | str) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, words)])
+    script()
+
+
+def test_the_scripts_print_the_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, ours = saved(tmp_path / "ours")
+    run(export_head.main, monkeypatch, ours, "specforge", tmp_path / "out")
+    assert "has the layout specforge" in capsys.readouterr().out
+    run(check_head.main, monkeypatch, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "eagle3, one decoder layer" in printed and "layout specforge" in printed
+    assert "all expected, with the right shapes" in printed
+    for words in ((ours, "specforge", tmp_path / "out"), (ours,)):
+        with pytest.raises(SystemExit) as stopped:
+            run(export_head.main, monkeypatch, *words)
+        assert str(stopped.value.code).startswith(("error", "usage"))

@@ -1,0 +1,199 @@
+"""Published layouts of head folders as tables, from which folders are written, read and checked.
+
+A path is a key of config.json, with dots between the keys of nested objects. A field is an
+attribute of the head's shape. Layers are numbered as Hugging Face's hidden_states; a file may store
+other numbers for the same states, and the table holds the difference.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import WEIGHTS
+
+OUTPUTS = -1  # the number of a decoder layer, from 0, whose output is hidden_states[number + 1]
+HIDDEN_STATES = 0  # the number in hidden_states itself
+_NUMBERS = {OUTPUTS: "decoder layers whose outputs these are", HIDDEN_STATES: "hidden_states"}
+Renames = tuple[tuple[str, str], ...]  # regular expressions and their replacements
+
+
+@dataclass(frozen=True)
+class PublishedLayout:
+    """A published layout, as a table (see `FolderLayout`)."""
+
+    name: str
+    fixed: Mapping[str, Any]  # path -> the value that it always has
+    fields: Mapping[str, str]  # path -> field
+    # path -> stored number less that of hidden_states; a reader uses the first path in the file
+    layers: Mapping[str, int] = field(default_factory=dict)
+    if_true: Mapping[str, str] = field(default_factory=dict)  # path -> field, left out if false
+    only: Mapping[str, Any] = field(default_factory=dict)  # field -> the one value it can have
+    # from tensors of the state dict to those of the file; `{field}` is a field of the shape
+    renamed: Renames = ()
+    left_out: frozenset[str] = frozenset()  # tensors of the state dict that are not written
+    full_vocabulary: bool = False  # d2t and t2d are written for the full vocabulary too
+    verifier: str = ""  # path of the target's name
+    weights: str = WEIGHTS  # the file of tensors
+    # object of config.json with the sizes, and the values that its writer leaves out
+    inner: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        given = {path: value for path, value in self.if_true.items() if getattr(shape, value)}
+        for path, value in self.fixed.items():
+            put(values, path, value)
+        for path, name in {**self.fields, **given}.items():
+            put(values, path, getattr(shape, name))
+        for path, less in self.layers.items():
+            if shape.taps:
+                put(values, path, [tap + less for tap in shape.taps])
+        return values | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+    def stored_name(self, name: str) -> str:
+        return rename(name, self.renamed)
+
+    def of_shape(self, shape: Any) -> "PublishedLayout":
+        """Return the layout with the fields of a shape in the names of tensors."""
+        fields = vars(shape)
+        named = tuple((pattern, new.format(**fields)) for pattern, new in self.renamed)
+        return replace(self, renamed=named)
+
+    def extensions(self, shape: Any) -> list[str]:
+        return []
+
+    def tensors(self, state: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
+        """Return the tensors that a file has, by their names in the state dict."""
+        found = dict(state)
+        if self.full_vocabulary and not shape.draft_vocab_size:
+            found["d2t"] = torch.zeros(shape.vocab_size, dtype=torch.long)
+            found["t2d"] = torch.ones(shape.vocab_size, dtype=torch.bool)
+        return {name: each for name, each in found.items() if name not in self.left_out}
+
+    def with_names(self, stored: Mapping[str, Tensor], read_as: Renames) -> dict[str, Tensor]:
+        """Return the tensors of a file by this layout's names. read_as: see `Contract`."""
+        return {self.stored_name(rename(name, read_as)): each for name, each in stored.items()}
+
+    def check_holds(self, shape: Any, where: str) -> None:
+        """Raise UserError for a head that the layout cannot describe. where: the head's folder."""
+        wrong = [
+            f"{name} is {_shown(getattr(shape, name))}, expected {_shown(value)}"
+            for name, value in self.only.items()
+            if getattr(shape, name) != value
+        ]
+        if self.layers and list(shape.taps) != sorted(shape.taps):
+            wrong.append(
+                f"taps are {list(shape.taps)}, expected rising layers, in whose order the states "
+                f"are joined"
+            )
+        if wrong:
+            raise UserError(
+                f"{where} cannot be written in the layout {self.name}: {'; '.join(wrong)}. Use "
+                f"another layout, or train a head of this form."
+            )
+
+    def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with the keys of its inner object, and defaults, at the top level."""
+        return {**self.defaults, **(values.get(self.inner) or {}), **values}
+
+    def numbering(self, shape: Any) -> list[str]:
+        """Describe where the file has the layers, and in which numbers."""
+        return [
+            f"hidden_states {listed(shape.taps)} are {[tap + less for tap in shape.taps]} in "
+            f"{path} ({_NUMBERS[less]})"
+            for path, less in self.layers.items()
+            if shape.taps
+        ]
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server reads folders of a kind of head where it gives no error."""
+
+    name: str
+    # path -> stored number less that of the state it reads; the first path in the file is used
+    layers: Mapping[str, int] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)  # field -> value whatever the file has
+    ignored: tuple[str, ...] = ()  # tensors that it skips
+    refused: tuple[str, ...] = ()  # layouts that it does not read
+
+    def notes(
+        self, layout: str, values: Mapping[str, Any], tensors: Sequence[str], shape: Any
+    ) -> list[str]:
+        """Describe what the server reads otherwise than the head was trained, or ignores.
+
+        layout: the folder's. values: its config.json. tensors: their names in the file.
+        """
+        if layout in self.refused:
+            return [f"{self.name} does not read the layout {layout}"]
+        notes = [self._layers_note(values, shape)] if self.layers else []
+        notes += [
+            f"ignores {name}={_shown(getattr(shape, name))} and computes with {_shown(value)}"
+            for name, value in self.assumed.items()
+            if getattr(shape, name) != value
+        ]
+        skipped = [name for name in tensors if name in self.ignored]
+        notes += [f"ignores the tensors {', '.join(skipped)}"] if skipped else []
+        return [f"{self.name} {note}" for note in notes]
+
+    def _layers_note(self, values: Mapping[str, Any], shape: Any) -> str:
+        for path, less in self.layers.items():
+            if found := get(values, path):
+                read = tuple(number - less for number in found)
+                same = read == tuple(shape.taps)
+                return f"reads hidden_states {listed(read)} ({path})" + (
+                    ", as this project does"
+                    if same
+                    else f", NOT {listed(shape.taps)}: hardly a token would be accepted. Write "
+                    f"the folder anew with scripts/export_head.py"
+                )
+        return f"finds no layers in {' or '.join(self.layers)} and reads its default ones"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The published layouts of a kind of head, and the servers that read them."""
+
+    layouts: Mapping[str, PublishedLayout]
+    layout_of: Callable[[Mapping[str, Any]], PublishedLayout]  # from a config.json
+    servers: tuple[Server, ...]
+    read_as: Renames = ()  # from tensors of any layout to those of the state dict
+    unread: frozenset[str] = frozenset()  # tensors of files that the head does not have
+    optional: frozenset[str] = frozenset()  # tensors that can be derived from others
+
+
+def rename(name: str, renames: Renames) -> str:
+    """Return a tensor's name after all replacements."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def get(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path of config.json; None if there is none."""
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a path of config.json."""
+    *outer, last = path.split(".")
+    for key in outer:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers in words."""
+    return ", ".join(map(str, numbers))
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
