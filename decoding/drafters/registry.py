@@ -70,18 +70,19 @@ DRAFTERS = {
         trained="heads.medusa.kind.KIND",
         options={"by_cost": True},
     ),
-    "eagle3": DrafterEntry(
-        "heads.eagle.drafter.EagleDrafter",
-        "folder",
-        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"),
-        trained="heads.eagle.kind.KIND",
-        options={"by_cost": True, "dtype": AUTO},
-    ),
+    # before eagle3, whose architecture its heads have too
     "p_eagle": DrafterEntry(
         "heads.eagle.parallel.ParallelEagleDrafter",
         "folder",
         architectures=("PeagleLlamaForCausalLM",),
         trained="heads.eagle.kind.PARALLEL",
+        options={"by_cost": True, "dtype": AUTO},
+    ),
+    "eagle3": DrafterEntry(
+        "heads.eagle.drafter.EagleDrafter",
+        "folder",
+        architectures=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"),
+        trained="heads.eagle.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),
     "block": DrafterEntry(

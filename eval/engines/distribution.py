@@ -27,6 +27,7 @@ from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
 from heads.block.kind import DFLASH
 from heads.block.shape import BlockConfig
 from heads.eagle.kind import KIND as EAGLE
+from heads.eagle.kind import PARALLEL as P_EAGLE
 from heads.eagle.model import EagleConfig
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
@@ -114,9 +115,12 @@ def _random_head(method: str) -> tuple[HeadKind, Any]:
     if method == MEDUSA.name:
         return MEDUSA, MedusaConfig(**sizes, num_heads=DRAFTED)
     sizes |= {"num_heads": 2, "num_kv_heads": 2, "head_dim": WIDTH // 2, "intermediate_size": 24}
-    if method == EAGLE.name:
+    if method in (EAGLE.name, P_EAGLE.name):
         rope = {"rope_type": "default", "rope_theta": 10000.0}
-        return EAGLE, EagleConfig(**sizes, taps=(1,), rope=rope, max_positions=CONTEXT)
+        eagle = EagleConfig(**sizes, taps=(1,), rope=rope, max_positions=CONTEXT)
+        if method == EAGLE.name:
+            return EAGLE, eagle
+        return P_EAGLE, dataclasses.replace(eagle, parallel=DRAFTED, mask_token_id=SYMBOLS - 1)
     block: dict[str, Any] = {
         "target_layers": LAYERS,
         "block_size": DRAFTED + 1,

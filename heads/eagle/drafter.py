@@ -105,7 +105,7 @@ class EagleDrafter(RankedTree):
         return cast(HeadCache, self.model)
 
     def as_chain(self, children: str) -> "EagleDrafter":
-        """Return a drafter of chains with the same head; raise UserError for one of P-EAGLE."""
+        """Return a drafter of chains with the same head, which no costs shorten."""
         head = self.cache.head
         return EagleDrafter(head=head, shape="chain", children=children, name=self.name)
 

@@ -90,7 +90,8 @@ SERVED = PublishedLayout(
 )
 SERVED_PARALLEL = replace(
     SERVED,
-    fixed={**SERVED.fixed, "architectures": [PARALLEL]},
+    # vLLM 0.32 puts `Eagle3` before its own name of such heads, and then does not know it
+    fixed={**SERVED.fixed, "architectures": [ARCHITECTURE, PARALLEL]},
     fields={**SERVED.fields, MASK_TOKEN: "mask_token_id", TRAINED_TOKENS: "parallel"},
 )
 SPECFORGE = PublishedLayout(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decoding.drafters.parallel import choose_at_each_depth
 from decoding.interfaces import Chooser, Observation, Policies, Proposal, Tokens
+from decoding.sampling.token_chooser import likeliest_chooser
 from heads.block.plans import ChainPlans
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleHead
@@ -38,6 +39,7 @@ class ParallelEagleDrafter(EagleDrafter):
         *,
         head: EagleHead | None = None,
         by_cost: bool = False,
+        children: str = "sampled",
         dtype: str = "float32",
         device: str = "cpu",
         name: str | None = None,
@@ -47,6 +49,7 @@ class ParallelEagleDrafter(EagleDrafter):
             folder,
             head=head,
             shape="chain",
+            children=children,
             dtype=dtype,
             device=device,
             name=choose_name(name, folder, "p_eagle"),
@@ -60,6 +63,10 @@ class ParallelEagleDrafter(EagleDrafter):
             can_overlap=False,  # its states come from the target alone
         )
         self._plans: ChainPlans | None = None
+
+    def as_chain(self, children: str) -> "ParallelEagleDrafter":
+        """Return a drafter of chains with the same head, which no costs shorten."""
+        return ParallelEagleDrafter(head=self.cache.head, children=children, name=self.name)
 
     def width(self, gamma: int) -> int:
         """Return the number of tokens of a chain."""
@@ -85,6 +92,8 @@ class ParallelEagleDrafter(EagleDrafter):
             self._plans.draft(counts_B)
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
+        if self.children == "top_k" and chooser.tests_q:
+            chooser = likeliest_chooser(chooser)
         logits_BNV = self.cache.draft_in_one_pass(sequences_B, max(counts_B))
         fitted_BNV = self._fit(logits_BNV, chooser)
         tokens_BN, q_BNV = choose_at_each_depth(fitted_BNV, sequences_B, chooser)

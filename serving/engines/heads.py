@@ -16,12 +16,14 @@ from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
 from heads.block.shape import EMBEDDING, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.layouts import ARCHITECTURE, PARALLEL
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 
-EAGLE3, DFLASH = "eagle3", "dflash"
-HEADS = (MEDUSA, EAGLE3, DFLASH)  # vLLM's methods
+EAGLE3, P_EAGLE, DFLASH = "eagle3", "p_eagle", "dflash"
+# vLLM's methods; p_eagle is its eagle3 with parallel_drafting
+HEADS = (MEDUSA, EAGLE3, P_EAGLE, DFLASH)
 _REFUSED = {
     MARKOV: "its DSpark needs a GPU (`Model Runner V1 does not support: dspark speculative "
     "decoding`, `Model Runner V2 requires Triton.`)",
@@ -48,16 +50,28 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
         if read_json(folder / "config.json").get("model_type") != MEDUSA:
             raise _refusal(folder, "it does not read Medusa's original layout")
         return ServedHead(MEDUSA, drafter.config.num_heads)
-    if isinstance(drafter, ParallelEagleDrafter):
-        raise _refusal(folder, "how it drafts a P-EAGLE head in one pass has not been tried")
     if isinstance(drafter, EagleDrafter):
         _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
-        return ServedHead(EAGLE3)
+        if not isinstance(drafter, ParallelEagleDrafter):
+            return ServedHead(EAGLE3)
+        _check_architectures(folder)
+        return ServedHead(P_EAGLE, drafter.config.parallel)
     if isinstance(drafter, BlockDrafter):
         _check_block(folder, drafter.config)
         _check_taps(folder, drafter.config.taps, num_layers)
         return ServedHead(DFLASH, drafter.config.num_drafts)
     return None
+
+
+def _check_architectures(folder: Path) -> None:
+    """Raise UserError for a P-EAGLE head with a first architecture that vLLM does not load."""
+    first = read_json(folder / "config.json")["architectures"][0]
+    if first == PARALLEL:
+        raise _refusal(
+            folder,
+            f"it does not load {first} (`Model architectures ['Eagle3{first}'] are not supported "
+            f"for now.`); put {ARCHITECTURE} before it in the architectures of config.json",
+        )
 
 
 def _check_block(folder: Path, config: BlockConfig) -> None:

@@ -20,24 +20,28 @@ from eval.engines.ours import PointMassDrafter
 from eval.statistics.joint_law import P_LIMIT
 from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.parallel import ParallelEagleDrafter
 from serving.engines.heads import HEADS, served_head
 from serving.engines.interface import Sampling
 from serving.engines.process import WORKERS
 from serving.engines.registry import ENGINES
 from tests.decoding.law_3 import law_holds
-from tests.decoding.row_kinds.eagle import random_eagle
+from tests.decoding.row_kinds.eagle import random_eagle, random_parallel_eagle
 from tests.decoding.rows import draft_table
 from tests.support.block_heads import LAW_3_SIZES, random_block
 
 WARM = Sampling(1, temperature=0.7, top_k=3)
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "p_eagle", "dflash"])
 def test_point_masses_keep_the_targets_distribution(kind):
     chain = {"shape": "chain", "children": "top_k"}
     drafter = {
         "draft_model": lambda: PointMassDrafter(model=draft_table()),
         "eagle3": lambda: EagleDrafter(head=random_eagle(draft_table(), 2.0), **chain),
+        "p_eagle": lambda: ParallelEagleDrafter(
+            head=random_parallel_eagle(draft_table(), 2.0), children="top_k"
+        ),
         "dflash": lambda: BlockDrafter(head=random_block(LAW_3_SIZES), **chain),
     }[kind]()
     assert not drafter.capabilities.has_q
@@ -104,7 +108,7 @@ def test_an_engine_that_fails_in_the_test_has_no_verdict_and_its_words_are_shown
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "p_eagle", "dflash"])
 def test_vllm_for_cpus_is_biased_by_one_of_its_functions(
     tmp_path, vllm_python, monkeypatch, method
 ):

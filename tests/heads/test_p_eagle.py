@@ -117,11 +117,14 @@ def test_a_folder_has_what_servers_read(tmp_path: Path):
     head = random_head(**MASKED)
     folder = save(head, tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["PeagleLlamaForCausalLM"]
+    architectures = config["architectures"]
+    assert architectures == ["LlamaForCausalLMEagle3", "PeagleLlamaForCausalLM"]
     assert (config["pard_token"], config["num_parallel_tokens"]) == (10, 4)
     assert load_file(folder / "model.safetensors")["mask_hidden"].shape == (1, 1, 24)
     back = load_head(folder)
     assert back.config == head.config and head_of(folder) == "p_eagle"
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": architectures[1:]}))
+    assert load_head(folder).config == head.config and head_of(folder) == "p_eagle"
     assert all(torch.equal(back.state_dict()[name], t) for name, t in head.state_dict().items())
 
 

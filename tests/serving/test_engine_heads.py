@@ -1,5 +1,6 @@
 """Which trained heads vLLM runs, and the folders that it loads. It runs them in its own tests."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from decoding.interfaces import Drafter
 from heads.block.checkpoint import LAYOUT
 from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.layouts import SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead
 from heads.eagle.parallel import ParallelEagleDrafter
 from serving.engines.conversion import for_vllm
@@ -44,10 +46,6 @@ def eagle_head(*taps: int, **fields: Any) -> EagleHead:
 
 def eagle(*taps: int) -> EagleDrafter:
     return EagleDrafter(head=eagle_head(*taps))
-
-
-def p_eagle() -> ParallelEagleDrafter:
-    return ParallelEagleDrafter(head=eagle_head(1, 3, parallel=3, mask_token_id=12))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +89,12 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
         (block(confidence=True), "its DFlash has no confidence"),
         (block(denoising_steps=2), "drafts in one pass, and the head fills its blocks in several"),
         (block(taps=(0,)), "how it numbers the embedding, which the head reads, is not known"),
-        (p_eagle(), "how it drafts a P-EAGLE head in one pass has not been tried"),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
     ],
     ids=[
         *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
-        *("denoising", "embedding", "p_eagle", "last layer", "order of layers"),
+        *("denoising", "embedding", "last layer", "order of layers"),
     ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
@@ -105,6 +102,19 @@ def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         served_head(drafter, Path("mine"), 4)
+
+
+def test_a_p_eagle_head_is_run_if_vllm_knows_its_first_architecture(tmp_path: Path) -> None:
+    head, folder = eagle_head(1, 3, parallel=3, mask_token_id=12), tmp_path / "head"
+    save_head(SERVED_PARALLEL, head.config, head, folder)
+    drafter = ParallelEagleDrafter(folder)
+    assert served_head(drafter, folder, 4) == ServedHead("p_eagle", 3)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"architectures": ["PeagleLlamaForCausalLM"]}))
+    words = r"\['Eagle3PeagleLlamaForCausalLM'\] are not .*; put LlamaForCausalLMEagle3 before it"
+    with pytest.raises(UserError, match=words):
+        served_head(drafter, folder, 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])

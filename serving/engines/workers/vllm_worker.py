@@ -54,7 +54,11 @@ def speculation(method: dict[str, Any]) -> dict[str, Any] | None:
     if method["name"] == "autoregressive":
         return None
     values = {"method": method["name"], "num_speculative_tokens": method["num_draft_tokens"]}
-    return values | (NGRAM_SIZES if method["name"] == "ngram" else {"model": method["drafter"]})
+    if method["name"] == "ngram":
+        return values | NGRAM_SIZES
+    if method["name"] == "p_eagle":
+        values |= {"method": "eagle3", "parallel_drafting": True}
+    return values | {"model": method["drafter"]}
 
 
 def decode(
