@@ -67,7 +67,7 @@ def contract_of(kind: HeadKind, folder: Path) -> Contract:
     if kind.contract is None:
         raise UserError(
             f"{folder} holds a head of the kind {kind.name}, which has no published layout but the "
-            f"one that it is in. Expected an EAGLE-3 head."
+            f"one that it is in. Expected an EAGLE-3, P-EAGLE or Medusa head."
         )
     return kind.contract
 

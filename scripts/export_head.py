@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from decoding.errors import UserError
 from heads.export import export
 from jobs.paths import resolve_model
+from scripts.usage import show_usage
 
 
 def main() -> None:
     """Export the folder named on the command line."""
+    show_usage(__doc__)
     if len(sys.argv) != 4:
         sys.exit(f"usage: python {sys.argv[0]} HEAD LAYOUT OUT")
     try:
