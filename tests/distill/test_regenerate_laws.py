@@ -124,6 +124,17 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read.append(tokens_BN.numel())
         return features(self, tokens_BN, parents_BN, taps)
 
+    of_rows = NativeTarget.features_of_rows
+
+    def counted_rows(
+        self: NativeTarget, tokens_of: dict[int, list[int]], taps: tuple[int, ...] = ()
+    ) -> list[Tensor]:
+        if len(tokens_of) > 1:  # a single row is read by `features`
+            read.append(sum(map(len, tokens_of.values())))
+        return of_rows(self, tokens_of, taps)
+
+    monkeypatch.setattr(NativeTarget, "features_of_rows", counted_rows)
+
     def forward(
         self: NativeTarget,
         tokens_BN: Tensor,
