@@ -6,6 +6,7 @@ The tier --engines runs all of it, and .ci/run the test of a trained drafter.
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,13 @@ from tests.support.vllm_server import Answer, code_block, serve
 from training.data.readers import read_prompts
 
 pytestmark = pytest.mark.engines
-PROMPTS, TOKENS, DRAFTED = 32, 64, 4
-# Level of each of the DRAFTED two-proportion tests. The texts are equal, so the counts differ only
-# by where a text begins and ends.
+PROMPTS, TOKENS = 32, 64
+# Level of each of the two-proportion tests, one for each depth. The texts are equal, so the counts
+# differ only by where a text begins and ends.
 LEVEL = 0.01
 # Some 30 s; bounded, so that a slow machine keeps to its minutes.
 TRAINED = ("loop.max_steps=100", "loop.max_seconds=60", "data.max_samples=800")
-SETTINGS = Settings(max_new_tokens=TOKENS, num_draft_tokens=DRAFTED, stopping="fixed")
+SETTINGS = Settings(max_new_tokens=TOKENS, stopping="fixed")
 Counts = tuple[Sequence[int], Sequence[int]]  # tested and accepted draft tokens, by depth
 
 
@@ -52,9 +53,9 @@ def disagreeing_depths(theirs: Counts, ours: Counts) -> list[int]:
     ]
 
 
-def sums(by_depth: Iterable[Sequence[int]]) -> list[int]:
-    """Return the sum of the counts at each of DRAFTED depths; a list may end before a depth."""
-    filled = ([*counts, *[0] * (DRAFTED - len(counts))] for counts in by_depth)
+def sums(by_depth: Iterable[Sequence[int]], depths: int) -> list[int]:
+    """Return the sum of the counts at each of the depths; a list may end before a depth."""
+    filled = ([*counts, *[0] * (depths - len(counts))] for counts in by_depth)
     return [sum(counts) for counts in zip(*filled, strict=True)]
 
 
@@ -112,13 +113,15 @@ def test_the_launch_line_of_a_trained_drafter_serves(
     ids = [encode(engine, [{"role": "user", "content": prompt}]) for prompt in prompts]
     assert ids == [answer.prompt for answer in expected]
 
+    depths = len(theirs[0])  # the draft length in the launch line, which the training chose
+
     def ours(folder: Path) -> Counts:
-        drafted = decode(engine.target, ChainDrafter(folder), ids, SETTINGS)
+        settings = replace(SETTINGS, num_draft_tokens=depths)
+        drafted = decode(engine.target, ChainDrafter(folder), ids, settings)
         for one, answer in zip(drafted, expected, strict=True):
             check_equal([Answer(answer.prompt, one.tokens)], [answer])
-        return sums(one.tested_by_depth for one in drafted), sums(
-            one.accepted_by_depth for one in drafted
-        )
+        tested = sums((one.tested_by_depth for one in drafted), depths)
+        return tested, sums((one.accepted_by_depth for one in drafted), depths)
 
     found_here = ours(moved)
     print(f"tested and accepted by depth: vLLM {theirs}, ours {found_here}")
