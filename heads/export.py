@@ -5,7 +5,7 @@ those of the kinds of heads (`HeadKind.contract`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import CARD, Tensors, hash_input, load_state, read_headers, read_json
+from decoding.models.folder import (
+    CARD,
+    Tensors,
+    hash_input,
+    load_state,
+    read_config,
+    read_headers,
+    read_json,
+)
+from decoding.models.native.weights import NativeConfig
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from decoding.values import check_choice
 from heads.registry import kind_in
 from jobs.files import write_text
-from training.heads.checkpoint import FolderLayout, write_head_files
+from training.heads.checkpoint import FolderLayout, check_sizes, write_head_files
 from training.heads.kind import HeadKind
-from training.heads.published import Contract, put, rename
+from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY, Contract, put, rename
+from training.models.build import known_config
 
 
 class Entry(NamedTuple):
@@ -67,16 +77,18 @@ def contract_of(kind: HeadKind, folder: Path) -> Contract:
     if kind.contract is None:
         raise UserError(
             f"{folder} holds a head of the kind {kind.name}, which has no published layout but the "
-            f"one that it is in. Expected an EAGLE-3, P-EAGLE or Medusa head."
+            f"one that it is in. Expected an EAGLE-3, P-EAGLE, Medusa or block head."
         )
     return kind.contract
 
 
-def export(folder: Path, name: str, out: Path) -> list[str]:
+def export(folder: Path, name: str, out: Path, target: Path | None = None) -> list[str]:
     """Write a head in the layout `name`, and return notes on what was converted.
 
-    The weights keep their dtype and bits; tokenizer and card are copied. Raises UserError for an
-    unknown layout, a head that it cannot describe, and a folder `out` that exists.
+    target: a folder, whose embedding and output rows are written too if servers read them from such
+    a head. The weights keep their dtype and bits; tokenizer and card are copied. Raises UserError
+    for an unknown layout, a head that it cannot describe, another target, and a folder `out` that
+    exists.
     """
     kind = kind_in(folder)
     contract = contract_of(kind, folder)
@@ -90,6 +102,9 @@ def export(folder: Path, name: str, out: Path) -> list[str]:
     head, dtype = kind.load(folder), _dtype_of(folder, stored_in)
     tensors = layout.tensors(head.state_dict(), shape)
     state = {layout.stored_name(own): tensor for own, tensor in tensors.items()}
+    if target is not None:
+        check_sizes(folder, shape, known_config(target))
+        state |= target_ends(target, contract.copies, getattr(head, "token_ids_V", None))
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     values = layout.config(shape, dtype)
     if layout.verifier:
@@ -102,6 +117,21 @@ def export(folder: Path, name: str, out: Path) -> list[str]:
         copied = {"copy_of": {"drafter_hash": hash_input(folder)}, "layout": name}
         write_text(out / CARD, json.dumps(card | copied | {"drafter_hash": hash_input(out)}))
     return form_of(kind, out, shape).notes
+
+
+def target_ends(target: Path, names: Collection[str], ids_N: Tensor | None) -> dict[str, Tensor]:
+    """Return copies of a target's embedding and lm_head, those of `names`.
+
+    ids_N: the draft vocabulary, whose rows the lm_head's copy has; None: all tokens.
+    """
+    state, sizes = load_state(target), NativeConfig.from_dict(read_config(target))
+    embedding_VH = state["model.embed_tokens.weight"]
+    rows_VH = embedding_VH if sizes.tied else state[LM_HEAD_COPY]
+    ends = {
+        EMBEDDING_COPY: embedding_VH,
+        LM_HEAD_COPY: rows_VH if ids_N is None else rows_VH[ids_N],
+    }
+    return {name: each.clone() for name, each in ends.items() if name in names}
 
 
 def _dtype_of(folder: Path, weights: str) -> torch.dtype:
@@ -127,12 +157,12 @@ def form_of(kind: HeadKind, folder: Path, shape: Any) -> Form:
     layout = contract.layout_of(values).of_shape(shape)
     headers = read_headers(folder, layout.weights)
     named = {rename(name, contract.read_as): name for name in headers}
-    named = {own: name for own, name in named.items() if own not in contract.unread}
+    named = {own: name for own, name in named.items() if own not in contract.copies}
     wanted = state | layout.tensors(state, shape)
     derived = contract.optional | (wanted.keys() - state.keys())
     notes = layout.numbering(shape)
     for server in contract.servers:
-        notes += server.notes(layout.name, values, [*named], shape)
+        notes += server.notes(layout.name, values, [*headers], shape)
     return Form(layout.name, _entries(wanted, layout, named, headers, derived), notes)
 
 

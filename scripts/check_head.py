@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from decoding.drafters.registry import check_fits, head_of
 from decoding.engine import load
@@ -27,7 +26,6 @@ from decoding.loop import decode
 from decoding.models.folder import load_state, read_config, read_json
 from decoding.models.text.messages import prompt_ids
 from decoding.rounds.settings import Settings
-from heads.eagle.layouts import EMBEDDING
 from heads.export import form_of
 from heads.registry import kind_in
 from jobs.paths import resolve_model
@@ -37,6 +35,7 @@ from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
 from training.heads.kind import HeadKind
 from training.heads.probe import check_reading, probe
+from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY
 from training.models.build import known_config, load_causal_lm
 from training.objectives import freeze
 
@@ -103,7 +102,7 @@ def check_folder(folder: Path, target: Path) -> None:
     check_layers(kind.taps(shape), sizes.num_hidden_layers)
     head = kind.load(folder).eval()
     model = freeze(load_causal_lm(target, torch.float32))
-    check_embedding(folder, model.get_input_embeddings().weight)
+    check_copies(folder, kind, head, model)
     samples, cpu = write_texts(target), torch.device("cpu")
     found = probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
     print(found.table())
@@ -113,19 +112,24 @@ def check_folder(folder: Path, target: Path) -> None:
     )
 
 
-def check_embedding(folder: Path, weight_VH: Tensor) -> None:
-    """Raise UserError for a stored embedding other than the target's, which is read instead."""
-    stored_VH = load_state(folder).get(EMBEDDING)
-    if stored_VH is None:
-        return
-    precise = stored_VH.to(weight_VH.dtype)
-    if stored_VH.shape != weight_VH.shape or not torch.equal(
-        precise, weight_VH.to(stored_VH.dtype).to(weight_VH.dtype)
-    ):
-        raise UserError(
-            f"{folder}: {EMBEDDING} differs from the target's embedding, which this project reads "
-            f"in its place. Expected a head that was trained with the target's own embedding."
-        )
+def check_copies(folder: Path, kind: HeadKind, head: Any, model: Any) -> None:
+    """Raise UserError for stored copies that are not the target's tensors, which are read instead.
+
+    kind, head: of the folder. model: the target.
+    """
+    embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    ids_N = getattr(head, "token_ids_V", None)
+    ends = {EMBEDDING_COPY: embedding, LM_HEAD_COPY: lm_head if ids_N is None else lm_head[ids_N]}
+    stored = load_state(folder)
+    for name in (kind.contract.copies if kind.contract else frozenset()) & stored.keys():
+        copy, own = stored[name], ends[name]
+        if copy.shape != own.shape or not torch.equal(
+            copy.to(own.dtype), own.to(copy.dtype).to(own.dtype)
+        ):
+            raise UserError(
+                f"{folder}: {name} differs from the target's own, which this project reads in its "
+                f"place. Expected a head that was trained with the target's embedding and lm_head."
+            )
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Write a head folder in the layout of a server or trainer.
 
-    python scripts/export_head.py HEAD LAYOUT OUT
+    python scripts/export_head.py HEAD LAYOUT OUT [TARGET]
 
 The weights keep their bits. It prints where the layers are in config.json and in which numbers, and
-what servers ignore. Layouts: heads/eagle/layouts.py.
+what servers ignore. With TARGET a block drafter's folder also holds copies of the target's
+embedding and output rows, which servers need for a draft vocabulary. Layouts:
+heads/{eagle,block,medusa}/layouts.py.
 """
 
 import sys
@@ -20,13 +22,15 @@ from scripts.usage import show_usage
 def main() -> None:
     """Export the folder named on the command line."""
     show_usage(__doc__)
-    if len(sys.argv) != 4:
-        sys.exit(f"usage: python {sys.argv[0]} HEAD LAYOUT OUT")
+    if len(sys.argv) not in (4, 5):
+        sys.exit(f"usage: python {sys.argv[0]} HEAD LAYOUT OUT [TARGET]")
+    head, layout, out, *targets = sys.argv[1:]
     try:
-        notes = export(resolve_model(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+        target = resolve_model(targets[0]) if targets else None
+        notes = export(resolve_model(head), layout, Path(out), target)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print("\n".join([f"{sys.argv[3]} has the layout {sys.argv[2]}", *notes]))
+    print("\n".join([f"{out} has the layout {layout}", *notes]))
 
 
 if __name__ == "__main__":

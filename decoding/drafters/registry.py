@@ -88,7 +88,7 @@ DRAFTERS = {
     "block": DrafterEntry(
         "heads.block.drafter.BlockDrafter",
         "folder",
-        marks=("dflash_config", "target_layer_ids"),
+        marks=("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids"),
         presets={
             "dflash": "heads.block.kind.DFLASH",
             "dspark": "heads.block.kind.DSPARK",

@@ -22,6 +22,7 @@ from decoding.errors import UserError
 from decoding.models.folder import load_state, read_json
 
 D2T = "d2t"
+T2D = "t2d"  # whether each token of the target is drafted (bool), which servers do not need
 
 
 def spread(values: Tensor, ids_N: Tensor | None, vocab_size: int, others: float) -> Tensor:
@@ -60,6 +61,21 @@ def ids_of(d2t_N: Tensor, vocab_size: int, where: str | Path) -> Tensor:
     ids_N = d2t_N + torch.arange(len(d2t_N), device=d2t_N.device, dtype=d2t_N.dtype)
     check_tokens(where, f"tensor '{D2T}' plus its index", ids_N, vocab_size)
     return ids_N
+
+
+def is_drafted(ids_N: Tensor, vocab_size: int) -> Tensor:
+    """Return whether each token of the target is in the draft vocabulary (bool, V)."""
+    found = torch.zeros(vocab_size, dtype=torch.bool, device=ids_N.device)
+    return found.index_fill_(0, ids_N, True)
+
+
+def check_t2d(file: Path, stored_V: Tensor, drafted_V: Tensor) -> None:
+    """Raise UserError unless a stored tensor `t2d` holds the draft vocabulary of `d2t`."""
+    if not torch.equal(stored_V.bool(), drafted_V):
+        raise UserError(
+            f"{file}: the tensors t2d and d2t hold different draft vocabularies. The file is "
+            f"damaged; copy it again."
+        )
 
 
 def draft_vocab_size(folder: str | Path) -> int:

@@ -129,7 +129,7 @@ class BlockDrafter:
         Raises UserError for a target of another shape than the head's, or on another device.
         """
         check_target(self.name, self.config, self.device, target)
-        if target.num_layers != self.config.target_layers:
+        if self.config.target_layers not in (0, target.num_layers):
             raise UserError(
                 f"drafter '{self.name}': its head reads a target of {self.config.target_layers} "
                 f"layers, but '{target.name}' has {target.num_layers}. Use a head that was trained "

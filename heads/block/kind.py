@@ -13,9 +13,10 @@ from torch import Tensor
 
 from decoding.interfaces import Drafter
 from decoding.models.native.weights import NativeConfig
-from heads.block.checkpoint import LAYOUT, load_head
+from heads.block.checkpoint import load_head
 from heads.block.config import BlockOptions, BlockTrainConfig
 from heads.block.drafter import BlockDrafter
+from heads.block.layouts import CONTRACT, SERVED
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from heads.block.read_config import read_head_config
@@ -38,6 +39,7 @@ from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.loss_config import DECAY
+from training.heads.published import Contract
 
 MOST_LAYERS, MOST_RANK = 16, 4096
 
@@ -46,7 +48,8 @@ class BlockKind(BlockPredictions, HeadKind):
     """A preset of the block drafters as a kind of trained head."""
 
     config: type[HeadJobConfig] = BlockTrainConfig
-    layout: FolderLayout = LAYOUT
+    layout: FolderLayout = SERVED
+    contract: Contract | None = CONTRACT
 
     def __init__(
         self, name: str, title: str, reads_tokens: bool = False, tree: bool = False

@@ -130,8 +130,7 @@ class BlockHead(nn.Module):
 
     def rope_tables(self, length: int) -> Rope:
         """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
-        fields = {"rope_theta": self.config.rope_theta, "rope_type": "default"}
-        return rope_tables(fields, self.config.head_dim, 0, length, self.fc.weight)
+        return rope_tables(self.config.rope, self.config.head_dim, 0, length, self.fc.weight)
 
     def context(self, taps_BTX: Tensor, rope: Rope) -> list[KeysValues]:
         """Return the keys and values of a text for each layer."""

@@ -1,4 +1,4 @@
-"""Reading of a block drafter's config.json (heads/block/checkpoint.py), checked key by key."""
+"""Reading of a block drafter's config.json (heads/block/layouts.py), checked key by key."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,19 @@ from decoding.errors import UserError
 from decoding.models.folder import read_json
 from decoding.models.text.mask_token import check_mask_token
 from decoding.values import quote
+from heads.block.layouts import (
+    CONV_TAPS,
+    KIND,
+    LAYERS,
+    LAYOUT_KEY,
+    OPTIONS,
+    RANKS,
+    SHIFT_KEY,
+    SPECULATORS,
+    STEPS,
+    BlockLayout,
+    layout_of,
+)
 from heads.block.shape import (
     ANCHOR_FIRST,
     BIDIRECTIONAL,
@@ -18,18 +31,13 @@ from heads.block.shape import (
     LAYOUTS,
     MARKOV,
     NONE,
+    PROJECTORS,
     SELECTOR,
     BlockConfig,
 )
 from training.heads import checkpoint
+from training.heads.published import get
 
-OPTIONS = "dflash_config"
-LAYOUT_KEY = "sample_from_anchor"
-SHIFT_KEY = "shift_label"  # the same in Domino's files
-PROJECTORS = {NONE: "dflash", MARKOV: "dspark", GRU: "domino", SELECTOR: "dflash2"}
-RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
-CONV_TAPS = "conv_kernel_size"
-STEPS = "denoising_steps"  # this project's own
 # values of keys that change a head's layers, of which others are not read
 ONLY = (
     ("use_swa", False),
@@ -47,13 +55,14 @@ ONLY = (
 def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
     """Read the shape of a head folder. layout, errors: see `heads.block.checkpoint.load_head`."""
     file = folder / "config.json"
-    values = read_json(file)
-    reader = _Reader(file, values, values.get(OPTIONS, values))
+    stored = read_json(file)
+    published = layout_of(stored)
+    reader = _Reader(file, published.flatten(stored), published)
     correction = reader.correction()
     config = BlockConfig(
         vocab_size=reader.size("vocab_size"),
         hidden_size=reader.size("hidden_size"),
-        target_layers=reader.size("num_target_layers"),
+        target_layers=reader.target_layers(),
         taps=reader.taps(),
         block_size=reader.size("block_size", 2),
         mask_token_id=reader.size("mask_token_id", 0),
@@ -73,7 +82,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         confidence=reader.confidence(correction),
         norm_eps=reader.number("rms_norm_eps"),
         rope_theta=reader.number("rope_theta"),
-        draft_vocab_size=reader.size("draft_vocab_size", 1) if "draft_vocab_size" in values else 0,
+        draft_vocab_size=reader.draft_vocab_size(),
     )
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
     return config
@@ -82,12 +91,17 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
 class _Reader:
     """Values of a config.json, checked one by one; options may be nested or at the top level."""
 
-    def __init__(self, file: Path, values: Mapping[str, Any], options: Any) -> None:
-        self.file, self.values = file, values
-        if not isinstance(options, Mapping) or "target_layer_ids" not in options:
+    def __init__(self, file: Path, values: Mapping[str, Any], published: BlockLayout) -> None:
+        self.file, self.values, self.published = file, values, published
+        self.layers_at = next(iter(published.layers))
+        options = values.get(OPTIONS, values)
+        if not isinstance(options, Mapping) or get(values, self.layers_at) is None:
+            keys = f"{OPTIONS} with {LAYERS}, as in a DFlash or DSpark head"
+            if published is SPECULATORS:
+                keys = f"{self.layers_at}, as in a DFlash or DSpark head of speculators"
             raise UserError(
-                f"{file}: expected {OPTIONS} with target_layer_ids, as in a DFlash or DSpark "
-                f"head, found {quote(options)[:60]}. Use `use: chain` for a language model."
+                f"{file}: expected {keys}, found {quote(options)[:60]}. Use `use: chain` for a "
+                f"language model."
             )
         self.options = options
         rope = self.found("rope_parameters") or {}
@@ -111,6 +125,19 @@ class _Reader:
         value = self.found(key)
         checkpoint.check_size(self.file, key, value, least)
         return int(value)
+
+    def target_layers(self) -> int:
+        """Return the number of the target's layers; 0: unknown, as in files of speculators."""
+        if self.published is SPECULATORS and self.found("num_target_layers") is None:
+            return 0
+        return self.size("num_target_layers", 0)
+
+    def draft_vocab_size(self) -> int:
+        """Return the number of tokens of the draft vocabulary; 0: all."""
+        if self.values.get("draft_vocab_size") is None:
+            return 0
+        drafted = self.size("draft_vocab_size")
+        return 0 if drafted == self.size("vocab_size") else drafted
 
     def number(self, key: str) -> float:
         value = self.found(key)
@@ -143,23 +170,24 @@ class _Reader:
 
     def taps(self) -> tuple[int, ...]:
         """Return the target's layers in our numbers."""
-        ids, ours = self.options["target_layer_ids"], self.options.get("taps")
+        ids, ours = get(self.values, self.layers_at), self.options.get("taps")
+        key, less = self.layers_at.rpartition(".")[2], self.published.layers[self.layers_at]
         # published folders have no number for the embedding
-        first = 0 if ours is None else EMBEDDING - 1
+        first = (EMBEDDING + 1 if ours is None else EMBEDDING) + less
         valid = isinstance(ids, list) and bool(ids)
         if not valid or any(type(i) is not int or i < first for i in ids) or len({*ids}) < len(ids):
-            raise self._error("target_layer_ids", ids, f"different layers from {first}")
-        taps = tuple(layer + 1 for layer in ids)
+            raise self._error(key, ids, f"different layers from {first}")
+        taps = tuple(layer - less for layer in ids)
         if ours is not None and ours != list(taps):
             raise UserError(
-                f"{self.file}: target_layer_ids {quote(ids)} are the taps {list(taps)}, but taps "
-                f"is {quote(ours)}. One of them was changed: use the config.json that was written "
+                f"{self.file}: {key} {quote(ids)} are the taps {list(taps)}, but taps is "
+                f"{quote(ours)}. One of them was changed: use the config.json that was written "
                 f"with these weights."
             )
         return taps
 
     def correction(self) -> str:
-        kind = self.options.get("projector_type")
+        kind = self.options.get("projector_type", self.values.get(KIND))
         if kind is None:
             named = [each for each in (MARKOV, SELECTOR) if RANKS[each] in self.options]
             kind = PROJECTORS[named[0] if named else NONE]

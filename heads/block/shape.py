@@ -10,6 +10,8 @@ EMBEDDING = 0  # the tap of the text's embedded tokens, without a layer of the t
 # of the logits: heads/block/corrections.py
 NONE, MARKOV, GRU, SELECTOR = "none", "markov", "gru", "selector"
 CORRECTIONS = (NONE, MARKOV, GRU, SELECTOR)
+# their names in published files
+PROJECTORS = {NONE: "dflash", MARKOV: "dspark", GRU: "domino", SELECTOR: "dflash2"}
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class BlockConfig:
 
     vocab_size: int  # of the target
     hidden_size: int  # H, the target's
-    target_layers: int  # decoder layers of the target
+    target_layers: int  # decoder layers of the target; 0: unknown
     # the layers that are read, numbered as in training/features/taps.py; (EMBEDDING,): none
     taps: tuple[int, ...]
     block_size: int  # S
@@ -57,5 +59,41 @@ class BlockConfig:
     def is_dflash(self) -> bool:
         """Whether a server that knows DFlash alone reads the head, causal or not."""
         plain = self.correction == NONE and not self.conv_taps and not self.confidence
-        one_pass = self.denoising_steps < 2
-        return self.layout == FILL_IN and plain and one_pass and EMBEDDING not in self.taps
+        return self.layout == FILL_IN and plain and self.passes == 1 and not self.reads_embedding
+
+    # ---------------------------------------------------- values of files (heads/block/layouts.py)
+
+    @property
+    def projector(self) -> str:
+        """Published name of the correction."""
+        return PROJECTORS[self.correction]
+
+    @property
+    def anchor_first(self) -> bool:
+        """Whether every slot predicts the token after it."""
+        return self.layout == ANCHOR_FIRST
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention inside a block is causal."""
+        return self.in_block_mask == CAUSAL
+
+    @property
+    def passes(self) -> int:
+        """Passes of a draft."""
+        return max(self.denoising_steps, 1)
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether the text's embedded tokens are read in place of a layer of the target."""
+        return EMBEDDING in self.taps
+
+    @property
+    def confidence_reads_tokens(self) -> bool:
+        """Whether a confidence reads the correction's features of the tokens before."""
+        return self.confidence and self.correction != NONE
+
+    @property
+    def rope(self) -> dict[str, float | str]:
+        """Rotary embedding in Hugging Face's form."""
+        return {"rope_theta": self.rope_theta, "rope_type": "default"}

@@ -17,22 +17,21 @@ from torch import Tensor
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.errors import UserError
-from decoding.models.draft_vocabulary import D2T, ids_of
+from decoding.models.draft_vocabulary import D2T, T2D, check_t2d, ids_of, is_drafted
 from decoding.models.folder import WEIGHTS, load_state, read_json
 from decoding.values import is_int, quote
 from heads.eagle.layouts import (
     ARCHITECTURE,
     ARCHITECTURES,
     CONVENTION,
-    EMBEDDING,
     PARALLEL,
     READ_AS,
     SWITCHES,
     layout_of,
 )
-from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, is_drafted, read_rope
+from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, read_rope
 from training.heads import checkpoint
-from training.heads.published import PublishedLayout, get
+from training.heads.published import EMBEDDING_COPY, PublishedLayout, get
 
 # fields of config.json that this head has with one value only
 _FIXED: dict[str, Any] = {
@@ -65,7 +64,7 @@ def load_head(
         head = EagleHead(config)
     layout = layout_of(read_json(folder / "config.json"))
     stored = layout.with_names(load_state(folder), READ_AS)
-    stored.pop(EMBEDDING, None)
+    stored.pop(EMBEDDING_COPY, None)
     _complete_vocabulary(stored, config, file)
     described = (
         f"{config.num_taps} taps, {config.num_drafted} drafted tokens, "
@@ -84,17 +83,13 @@ def _complete_vocabulary(stored: dict[str, Tensor], config: EagleConfig, file: P
     if not config.draft_vocab_size:
         if d2t_V is not None and not d2t_V.any():  # the full vocabulary, written as an identity
             del stored[D2T]
-            stored.pop("t2d", None)
+            stored.pop(T2D, None)
         return
     if d2t_V is None:
         return  # reported with the other missing tensors
     found_V = is_drafted(ids_of(d2t_V, config.vocab_size, file), config.vocab_size)
-    if not torch.equal(stored.setdefault("t2d", found_V).bool(), found_V):
-        raise UserError(
-            f"{file}: the tensors t2d and d2t hold different draft vocabularies. The file is "
-            f"damaged; copy it again."
-        )
-    stored["t2d"] = found_V
+    check_t2d(file, stored.get(T2D, found_V), found_V)
+    stored[T2D] = found_V
 
 
 def read_head_config(folder: Path) -> EagleConfig:

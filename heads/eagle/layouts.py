@@ -18,7 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
-from training.heads.published import HIDDEN_STATES, OUTPUTS, Contract, PublishedLayout, Server
+from training.heads.published import (
+    EMBEDDING_COPY,
+    HIDDEN_STATES,
+    OUTPUTS,
+    PROPOSALS,
+    Contract,
+    PublishedLayout,
+    Server,
+    within,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
@@ -28,7 +37,6 @@ CONVENTION = "hidden_states"  # of the key taps_convention
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SERVED_LAYERS = f"eagle_config.{LAYERS}"
 INNER = "transformer_layer_config"
-PROPOSALS = "speculators_config.proposal_methods"
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 # tensors of other writers, under this project's names
 READ_AS = (
@@ -38,7 +46,6 @@ READ_AS = (
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
 )
-EMBEDDING = "embed_tokens.weight"  # the target's, which trains frozen
 
 _LLAMA = {
     "model_type": "llama",
@@ -65,10 +72,6 @@ _OUTER = {
     "rope_scaling": "rope_scaling",
 }
 _ONE_BY_ONE: Mapping[str, Any] = {"parallel": 0}
-
-
-def _within(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{key}.{path}": value for path, value in values.items()}
 
 
 SERVED = PublishedLayout(
@@ -108,7 +111,7 @@ MODELOPT = PublishedLayout(
     fixed={
         "architectures": [ARCHITECTURE],
         **_LLAMA,
-        **_within(
+        **within(
             "eagle_config",
             {
                 "use_aux_hidden_state": True,
@@ -141,10 +144,10 @@ SPECULATORS = PublishedLayout(
         "speculators_config.verifier.architectures": [],
         "norm_before_fc": False,
         "embed_requires_grad": False,
-        **_within(INNER, _LLAMA),
+        **within(INNER, _LLAMA),
     },
     fields={
-        **_within(INNER, {**_SIZES, "rope_parameters": "rope"}),
+        **within(INNER, {**_SIZES, "rope_parameters": "rope"}),
         "draft_vocab_size": "num_drafted",
         "target_hidden_size": "hidden_size",
         **{name: name for name in SWITCHES},
@@ -195,7 +198,7 @@ def layout_of(values: Mapping[str, Any]) -> PublishedLayout:
 def _contract(*layouts: PublishedLayout) -> Contract:
     named = {each.name: each for each in layouts}
     optional = frozenset({"t2d"})
-    return Contract(named, layout_of, _SERVERS, READ_AS, frozenset({EMBEDDING}), optional)
+    return Contract(named, layout_of, _SERVERS, READ_AS, frozenset({EMBEDDING_COPY}), optional)
 
 
 CONTRACT = _contract(SERVED, SPECFORGE, MODELOPT, SPECULATORS)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import is_drafted
 from decoding.models.native.rope import KINDS, rope_parameters, rotate
 from heads.layers import FeedForward, Rope, rope_tables
 
@@ -243,9 +244,3 @@ class EagleHead(nn.Module):
         """Initialize the output layer with its tokens' rows of the target's lm_head."""
         ids_V = self.token_ids_V
         self.lm_head.weight.copy_(lm_head_VH if ids_V is None else lm_head_VH[ids_V])
-
-
-def is_drafted(ids_V: Tensor, vocab_size: int) -> Tensor:
-    """Return whether each token of the target is in the draft vocabulary (bool)."""
-    found = torch.zeros(vocab_size, dtype=torch.bool, device=ids_V.device)
-    return found.index_fill_(0, ids_V, True)

@@ -13,10 +13,11 @@ from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, check_full_vocabulary, draft_vocab_size, ids_of
 from decoding.models.folder import WEIGHTS, hash_input, load_state, read_config
 from decoding.models.gguf.writer import write_gguf
-from decoding.models.native.weights import NativeConfig
+from heads.export import target_ends
 from jobs.files import write_tensors
 from serving.engines.heads import DFLASH
 from serving.engines.interface import EngineConfig
+from training.heads.published import LM_HEAD_COPY
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
@@ -80,11 +81,10 @@ def for_vllm(config: EngineConfig, cache: Path) -> EngineConfig:
         return config
     path = cache / f"{_name(folder)}.{DFLASH}" / WEIGHTS
     if not path.exists():
-        state, shape = load_state(folder), NativeConfig.from_dict(read_config(target))
-        rows = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
-        ids_N = ids_of(state[D2T], shape.vocab_size, folder)
-        state["lm_head.weight"] = load_state(target)[rows][ids_N]
-        write_tensors(path, state, {"format": "pt"})
+        state = load_state(folder)
+        ids_N = ids_of(state[D2T], int(read_config(target)["vocab_size"]), folder)
+        ends = target_ends(Path(target), {LM_HEAD_COPY}, ids_N)
+        write_tensors(path, state | ends, {"format": "pt"})
     shutil.copy(folder / "config.json", path.parent)
     return replace(config, method=replace(config.method, drafter=str(path.parent)))
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
-from heads.block.checkpoint import LAYOUT, load_head
+from heads.block.checkpoint import load_head
 from heads.block.drafter import BlockDrafter
+from heads.block.layouts import SERVED as LAYOUT
 from heads.block.model import BlockHead
 from heads.registry import kind_in
 from tests.support.block_heads import random_block

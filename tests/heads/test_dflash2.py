@@ -14,10 +14,11 @@ from torch.nn.functional import cross_entropy, embedding, linear
 import heads.train
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
-from heads.block.checkpoint import LAYOUT, load_head
+from heads.block.checkpoint import load_head
 from heads.block.convolution import BlockConvolution
 from heads.block.corrections import Selector
 from heads.block.kind import DFLASH2
+from heads.block.layouts import SERVED as LAYOUT
 from heads.block.model import BlockHead
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS

@@ -39,6 +39,12 @@ HELD: list[tuple[str, str, dict[str, Any]]] = [
     ("vllm", "medusa with a shared projection", {}),
     ("speculators", "eagle3 with a draft vocabulary", {"taps": (1, 3)}),
     ("speculators", "eagle3 with a normalized residual", LLAMA3),
+    ("served", "domino", {}),
+    ("served", "jetspec", {}),
+    ("speculators", "dflash with a draft vocabulary", {}),
+    ("speculators", "dspark", {}),
+    ("speculators", "dflash2", {}),
+    ("deepspec", "dspark", {}),
 ]
 of_all = pytest.mark.parametrize(("layout", "name", "fields"), HELD, ids=str)
 
@@ -94,7 +100,7 @@ def test_an_exported_head_drafts_the_same_tokens(
     model = law_6.target()
     before = [one.tokens for one in law_6.drafts(row.load(ours), model)]
     assert before == [one.tokens for one in law_6.drafts(row.load(tmp_path / "theirs"), model)]
-    assert head_of(tmp_path / "theirs") == row.kind.name
+    assert head_of(tmp_path / "theirs") == head_of(ours)
 
 
 def test_weights_keep_their_dtype(tmp_path: Path) -> None:
@@ -168,6 +174,77 @@ def test_sizes_that_speculators_leaves_out_are_its_defaults(tmp_path: Path) -> N
     shape = read_head_config(change(tmp_path / "out", transformer_layer_config=inner))
     assert (shape.intermediate_size, shape.max_positions) == (11008, 2048)
     assert shape.rope_theta == 10000.0
+
+
+def test_speculators_gets_the_layers_of_a_block_drafter_as_hidden_states(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", "dspark", taps=(1, 3))
+    notes = "\n".join(export(ours, "speculators", tmp_path / "out"))
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == ["DSparkSpeculator"]
+    assert config["aux_hidden_state_layer_ids"] == [1, 3] and "dflash_config" not in config
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
+    assert config["sample_from_anchor"] is config["sliding_window_non_causal"] is True
+    assert config["transformer_layer_config"]["head_dim"] == 4
+    # its defaults are 256, true and true
+    assert config["markov_rank"] == 6 and config["confidence_head_with_markov"] is True
+    assert "vLLM 0.32 reads hidden_states 1, 3" in notes and "NOT" not in notes
+    assert "SGLang 0.5.23 does not read the layout speculators" in notes
+
+
+def test_deepspec_gets_flat_keys(tmp_path: Path) -> None:
+    _, ours = saved(tmp_path / "ours", "dspark", taps=(1, 3))
+    export(ours, "deepspec", tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    flat = {"target_layer_ids": [0, 2], "markov_rank": 6, "markov_head_type": "vanilla"}
+    flat |= {"architectures": ["Qwen3DSparkModel"], "enable_confidence_head": True}
+    assert flat.items() <= config.items()
+    assert not {"dflash_config", "taps"} & config.keys()
+
+
+def test_an_export_with_the_target_holds_what_servers_need(tmp_path: Path) -> None:
+    row, ours = saved(tmp_path / "ours", "dflash with a draft vocabulary")
+    model = law_6.target()
+    model.save_pretrained(tmp_path / "target")
+    needed = "vLLM 0.32 needs lm_head.weight for draft_vocab_size 20"
+    assert needed in "\n".join(export(ours, "speculators", tmp_path / "without"))
+    notes = export(ours, "speculators", tmp_path / "out", tmp_path / "target")
+    assert "needs" not in "\n".join(notes)
+    state, head = load_file(tmp_path / "out/model.safetensors"), row.load(ours).head
+    drafted = model.get_output_embeddings().weight[head.token_ids_V]
+    assert torch.equal(state["lm_head.weight"], drafted)
+    assert torch.equal(state["embed_tokens.weight"], model.get_input_embeddings().weight)
+    assert state["t2d"].nonzero()[:, 0].tolist() == head.token_ids_V.tolist()
+    before = [one.tokens for one in law_6.drafts(row.load(ours), model)]
+    assert before == [one.tokens for one in law_6.drafts(row.load(tmp_path / "out"), model)]
+    other = model.config.to_dict() | {"vocab_size": 62}
+    (tmp_path / "target/config.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="vocab_size 61, but the target has 62"):
+        export(ours, "speculators", tmp_path / "more", tmp_path / "target")
+
+
+def test_a_file_of_speculators_alone_loads(tmp_path: Path) -> None:
+    """Check a file without this project's keys, from which the target's depth is unknown."""
+    row, ours = saved(tmp_path / "ours", "dflash")
+    export(ours, "speculators", tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    del config["num_target_layers"]
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    model = law_6.target()
+    before = [one.tokens for one in law_6.drafts(row.load(ours), model)]
+    assert before == [one.tokens for one in law_6.drafts(row.load(tmp_path / "out"), model)]
+    del config["aux_hidden_state_layer_ids"]
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="expected aux_hidden_state_layer_ids, as in a DFlash"):
+        row.load(tmp_path / "out")
+
+
+def test_two_draft_vocabularies_are_refused(tmp_path: Path) -> None:
+    row, ours = saved(tmp_path / "ours", "dflash with a draft vocabulary")
+    export(ours, "speculators", tmp_path / "out")
+    state = load_file(tmp_path / "out/model.safetensors")
+    save_file({**state, "t2d": ~state["t2d"]}, tmp_path / "out/model.safetensors")
+    with pytest.raises(UserError, match="t2d and d2t hold different draft vocabularies"):
+        row.load(tmp_path / "out")
 
 
 # ----------------------------------------------------------------------------- mislabelled folders
@@ -256,16 +333,25 @@ def test_other_forms_of_speculators_are_refused(
         load_head(change(tmp_path / "out", **values))
 
 
-def test_another_embedding_than_the_targets_is_refused(tmp_path: Path) -> None:
-    _, ours = saved(tmp_path / "ours")
-    weight_VH = law_6.target().get_input_embeddings().weight.detach()
-    check_head.check_embedding(ours, weight_VH)
+def test_other_copies_than_the_targets_tensors_are_refused(tmp_path: Path) -> None:
+    model = law_6.target()
+    embedding_VH = model.get_input_embeddings().weight.detach()
+    row, ours = saved(tmp_path / "ours", "dflash with a draft vocabulary")
+    head = row.load(ours).head
+    rows_VH = model.get_output_embeddings().weight.detach()[head.token_ids_V]
+    copies = {"embed_tokens.weight": embedding_VH.bfloat16(), "lm_head.weight": rows_VH}
     state = load_file(ours / "model.safetensors")
-    save_file(state | {"embed_tokens.weight": weight_VH.bfloat16()}, ours / "model.safetensors")
-    check_head.check_embedding(ours, weight_VH)
-    save_file(state | {"embed_tokens.weight": weight_VH + 1}, ours / "model.safetensors")
-    with pytest.raises(UserError, match="differs from the target's embedding"):
-        check_head.check_embedding(ours, weight_VH)
+
+    def check(**changed: torch.Tensor) -> None:
+        save_file({**state, **copies, **changed}, ours / "model.safetensors")
+        check_head.check_copies(ours, row.kind, head, model)
+
+    check()
+    with pytest.raises(UserError, match=r"embed_tokens.weight differs from the target's own"):
+        check(**{"embed_tokens.weight": embedding_VH + 1})
+    for wrong in (rows_VH + 1, rows_VH[:-1].clone()):
+        with pytest.raises(UserError, match=r"lm_head.weight differs from the target's own"):
+            check(**{"lm_head.weight": wrong})
 
 
 # -------------------------------------------------------------------------------------- the scripts
@@ -281,6 +367,10 @@ def test_another_embedding_than_the_targets_is_refused(tmp_path: Path) -> None:
         ("medusa", {"shared": True}, "original", "shared is true, expected false"),
         ("p_eagle", {}, "specforge", "layout 'specforge' is unknown, expected one of served"),
         ("recurrent", {}, "served", "has no published layout"),
+        ("jetspec", {}, "speculators", "in_block_mask is causal, expected bidirectional"),
+        ("domino", {}, "speculators", "correction is gru, expected one of none, markov, selector"),
+        ("specdiff", {}, "speculators", "target's embedding .* among the layers"),
+        ("dflash", {}, "deepspec", "layout is fill_in, expected anchor_first.*; the correction is"),
     ],
     ids=str,
 )

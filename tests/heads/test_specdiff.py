@@ -14,9 +14,10 @@ import heads.train
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from heads.block.checkpoint import LAYOUT, load_head
+from heads.block.checkpoint import load_head
 from heads.block.drafter import BlockDrafter
 from heads.block.kind import SPECDIFF
+from heads.block.layouts import SERVED as LAYOUT
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
 from tests.heads.test_block import small_target, text

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from heads.block.checkpoint import LAYOUT
 from heads.block.drafter import BlockDrafter
+from heads.block.layouts import SERVED as LAYOUT
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.layouts import SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead

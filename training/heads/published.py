@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.models.draft_vocabulary import D2T, T2D, is_drafted
 from decoding.models.folder import WEIGHTS
 
+EMBEDDING_COPY, LM_HEAD_COPY = "embed_tokens.weight", "lm_head.weight"  # of the target, in files
+PROPOSALS = "speculators_config.proposal_methods"
 OUTPUTS = -1  # the number of a decoder layer, from 0, whose output is hidden_states[number + 1]
 HIDDEN_STATES = 0  # the number in hidden_states itself
 _NUMBERS = {OUTPUTS: "decoder layers whose outputs these are", HIDDEN_STATES: "hidden_states"}
@@ -37,6 +40,7 @@ class PublishedLayout:
     renamed: Renames = ()
     left_out: frozenset[str] = frozenset()  # tensors of the state dict that are not written
     full_vocabulary: bool = False  # d2t and t2d are written for the full vocabulary too
+    writes_t2d: bool = False  # t2d is written beside d2t though the head has none
     verifier: str = ""  # path of the target's name
     weights: str = WEIGHTS  # the file of tensors
     # object of config.json with the sizes, and the values that its writer leaves out
@@ -71,16 +75,21 @@ class PublishedLayout:
         """Return the tensors that a file has, by their names in the state dict."""
         found = dict(state)
         if self.full_vocabulary and not shape.draft_vocab_size:
-            found["d2t"] = torch.zeros(shape.vocab_size, dtype=torch.long)
-            found["t2d"] = torch.ones(shape.vocab_size, dtype=torch.bool)
+            found[D2T] = torch.zeros(shape.vocab_size, dtype=torch.long)
+            found[T2D] = torch.ones(shape.vocab_size, dtype=torch.bool)
+        if self.writes_t2d and D2T in found:
+            found[T2D] = is_drafted(
+                found[D2T] + torch.arange(len(found[D2T]), device=found[D2T].device),
+                shape.vocab_size,
+            )
         return {name: each for name, each in found.items() if name not in self.left_out}
 
     def with_names(self, stored: Mapping[str, Tensor], read_as: Renames) -> dict[str, Tensor]:
         """Return the tensors of a file by this layout's names. read_as: see `Contract`."""
         return {self.stored_name(rename(name, read_as)): each for name, each in stored.items()}
 
-    def check_holds(self, shape: Any, where: str) -> None:
-        """Raise UserError for a head that the layout cannot describe. where: the head's folder."""
+    def cannot_hold(self, shape: Any) -> list[str]:
+        """Return what of a head the layout cannot describe."""
         wrong = [
             f"{name} is {_shown(getattr(shape, name))}, expected {_shown(value)}"
             for name, value in self.only.items()
@@ -91,7 +100,11 @@ class PublishedLayout:
                 f"taps are {list(shape.taps)}, expected rising layers, in whose order the states "
                 f"are joined"
             )
-        if wrong:
+        return wrong
+
+    def check_holds(self, shape: Any, where: str) -> None:
+        """Raise UserError for a head that the layout cannot describe. where: the head's folder."""
+        if wrong := self.cannot_hold(shape):
             raise UserError(
                 f"{where} cannot be written in the layout {self.name}: {'; '.join(wrong)}. Use "
                 f"another layout, or train a head of this form."
@@ -121,6 +134,9 @@ class Server:
     assumed: Mapping[str, Any] = field(default_factory=dict)  # field -> value whatever the file has
     ignored: tuple[str, ...] = ()  # tensors that it skips
     refused: tuple[str, ...] = ()  # layouts that it does not read
+    only: Mapping[str, Any] = field(default_factory=dict)  # field -> the one value that it reads
+    # tensor -> field; without the tensor it does not load heads whose field is not 0
+    needs: Mapping[str, str] = field(default_factory=dict)
 
     def notes(
         self, layout: str, values: Mapping[str, Any], tensors: Sequence[str], shape: Any
@@ -131,6 +147,13 @@ class Server:
         """
         if layout in self.refused:
             return [f"{self.name} does not read the layout {layout}"]
+        wrong = [
+            f"{name} {_shown(getattr(shape, name))}"
+            for name, value in self.only.items()
+            if getattr(shape, name) != value
+        ]
+        if wrong:
+            return [f"{self.name} does not read a head with {', '.join(wrong)}"]
         notes = [self._layers_note(values, shape)] if self.layers else []
         notes += [
             f"ignores {name}={_shown(getattr(shape, name))} and computes with {_shown(value)}"
@@ -139,6 +162,11 @@ class Server:
         ]
         skipped = [name for name in tensors if name in self.ignored]
         notes += [f"ignores the tensors {', '.join(skipped)}"] if skipped else []
+        notes += [
+            f"needs {tensor} for {name} {getattr(shape, name)}: give export_head.py the target"
+            for tensor, name in self.needs.items()
+            if getattr(shape, name) and tensor not in tensors
+        ]
         return [f"{self.name} {note}" for note in notes]
 
     def _layers_note(self, values: Mapping[str, Any], shape: Any) -> str:
@@ -163,7 +191,7 @@ class Contract:
     layout_of: Callable[[Mapping[str, Any]], PublishedLayout]  # from a config.json
     servers: tuple[Server, ...]
     read_as: Renames = ()  # from tensors of any layout to those of the state dict
-    unread: frozenset[str] = frozenset()  # tensors of files that the head does not have
+    copies: frozenset[str] = frozenset()  # of the target's tensors in files, which are not read
     optional: frozenset[str] = frozenset()  # tensors that can be derived from others
 
 
@@ -188,6 +216,11 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
     for key in outer:
         values = values.setdefault(key, {})
     values[last] = value
+
+
+def within(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return paths to the keys of an object of config.json."""
+    return {f"{key}.{path}": value for path, value in values.items()}
 
 
 def listed(numbers: Sequence[int]) -> str:
