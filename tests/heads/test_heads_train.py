@@ -48,6 +48,16 @@ def test_every_kind_has_a_file_a_schema_and_documented_options(name: str):
     assert all(docs.values()), [key for key, words in docs.items() if not words]
 
 
+def test_heads_learn_the_targets_distribution_unless_a_recipe_says_otherwise():
+    """Check the default loss of both jobs, and that the published recipe keeps its own."""
+    for name in KINDS:
+        loss = configured("heads.train", f"head={name}", "target.path=x").loss
+        assert loss.name == "forward_kl", name
+    job = "recurrent_drafting.train"
+    assert configured(job, "target.path=x").loss.name == "forward_kl"
+    assert configured(job, "+experiment=redrafter_vicuna_7b").loss.name == "cross_entropy"
+
+
 def test_every_file_of_a_head_has_a_kind():
     assert {file.stem for file in (CONF / "head").glob("*.yaml")} == set(KINDS)
 

@@ -75,7 +75,7 @@ def test_the_head_folder_is_complete_and_loads(finished: Path, tiny_target: Path
     assert card["parameters"] == head.num_parameters
     assert card["target_hash"] == hash_input(tiny_target)
     assert card["drafter_hash"] == hash_input(folder)
-    assert card["loss"]["name"] == "cross_entropy"
+    assert card["loss"]["name"] == "forward_kl"
     assert card["acceptance"]["block_efficiency"] >= 1
     assert card["data"]["supervised_tokens_seen"] > 0
     readme = (folder / "README.md").read_text()
