@@ -291,6 +291,22 @@ def test_a_domains_file_of_another_encoding_is_named(name: str, tmp_path: Path):
     assert str(file) in str(error.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+@pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "chats.json", "chats.jsonl"])
+def test_wide_characters_are_named_as_another_encoding(name: str, encoding: str, tmp_path: Path):
+    """Check that UTF-16 and UTF-32 are neither trained on as NUL bytes nor called bad JSON."""
+    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello!"}]
+    record = {"conversations": turns} if name.startswith("chats") else {"text": "Hello!"}
+    text = "Hello!" if name.endswith("txt") else json.dumps(record)
+    file = tmp_path / name
+    file.write_text(f"[{text}]" if file.suffix == ".json" else text, encoding=encoding)
+    data = DataConfig(domains={"english": DomainConfig(**{file.stem: [str(file)]})}, cache="none")
+    tokenizer = load_tokenizer(resolve_model("embedded:target"))
+    with pytest.raises(UserError, match="UTF-8.* Convert a file of another encoding") as error:
+        training_texts(tokenizer, data, show=False)
+    assert str(file) in str(error.value)
+
+
 def test_a_domain_without_supervised_tokens_is_refused():
     nothing = [Sample(np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool))]
     with pytest.raises(UserError, match="data.domains.prose: zero supervised tokens"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
-from training.data.counts import NOT_UTF8, TOO_DEEP, BadRecordError
+from training.data.counts import CONVERT, NOT_UTF8, TOO_DEEP, BadRecordError
 from training.data.hugging_face import HuggingFaceSource
 from training.data.json_array import read_array
 
@@ -60,7 +60,7 @@ def read_records(file: Source) -> Iterator[tuple[str, Any]]:
     """Yield ("file:line", decoded value or BadRecordError) for every record.
 
     A text file is one record {"text": its content}. Raises UserError for an unreadable file or
-    table, and for a broken JSON array.
+    table, for a broken JSON array, and for JSON in UTF-16 or UTF-32.
     """
     if isinstance(file, HuggingFaceSource):
         yield from file.records()
@@ -75,13 +75,18 @@ def read_records(file: Source) -> Iterator[tuple[str, Any]]:
             f"{file} cannot be read ({error.strerror}). Check its permissions"
         ) from error
     with stream:
+        head = stream.read(4096)
+        wide = b"\0" in head  # UTF-16 or UTF-32, which can be valid UTF-8 too
         if file.suffix in TEXT_FILES:
             try:
-                yield str(file), {"text": file.read_text(encoding="utf-8")}
+                text = {"text": file.read_text(encoding="utf-8")}
+                yield str(file), BadRecordError(NOT_UTF8) if wide else text
             except UnicodeDecodeError:
                 yield str(file), BadRecordError(NOT_UTF8)
             return
-        start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if wide:
+            raise UserError(f"{file} holds NUL bytes; expected UTF-8. {CONVERT}")
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
             yield from read_array(file, stream)
