@@ -160,12 +160,15 @@ def check(config: TrainConfig) -> None:
     check_target(config.target, config.parallel)
     check_mixture(config.data, ("loss", "acceptance"))
     loss, held_out, kind = config.loss, config.held_out, config.parallel.kind
-    own = config.on_policy
+    own, cached = config.on_policy, config.teacher.cache != NONE
     rules = {
         **loss_rules(loss),
         "loss.cache_mb": (
-            not loss.cache_mb or kind not in SHARDED_WEIGHTS,
-            f"0 with parallel.kind={kind}, where all ranks must run the sharded target together",
+            not loss.cache_mb or (kind not in SHARDED_WEIGHTS and not cached),
+            f"0 with teacher.cache={config.teacher.cache}, from which steps read instead"
+            if cached
+            else f"0 with parallel.kind={kind}, where all ranks must run the sharded target "
+            f"together",
         ),
         "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
         **cost_rules(held_out),

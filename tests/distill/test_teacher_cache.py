@@ -332,6 +332,7 @@ def test_ranks_share_a_cache_and_train_the_drafter_of_one_process(
         (["teacher.cache=all"], "teacher.cache is all, expected one of none, sampled, top_k"),
         (["on_policy.share=0.5"], "expected none with on_policy.share"),
         (["parallel=fsdp"], "expected none where ranks share the target's weights"),
+        (["loss.cache_mb=9"], "loss.cache_mb is 9, expected 0 with teacher.cache=sampled"),
         (["teacher.draws=0"], "teacher.draws is 0, expected 1 or more"),
     ],
 )
