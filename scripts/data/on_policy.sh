@@ -2,12 +2,15 @@
 # The target's own answers to chats, on which drafters and heads then train:
 #   on_policy.sh TARGET OUT CHATS.json... [OPTION=VALUE...]
 #
-#   ./scripts/data/on_policy.sh models/smollm2_135m runs/on_policy/smollm2 data/chat/*.json batch_size=64
+#   ./scripts/data/on_policy.sh models/smollm2_135m runs/distill.regenerate/smollm2_135m data/chat/*.json batch_size=64
 #
 # Writes OUT/chats.json: in every turn the target sees its own earlier answers. Options are those of
 # distill.regenerate. A run that was interrupted goes on where it ended. Afterwards, for example:
-#   python -m distill.train +experiment=smollm2_135m data.chats=[OUT/chats.json] ...
+#   python -m distill.train ... data.chats=[OUT/chats.json]
 #   python -m recurrent_drafting.train ... data.chats=[OUT/chats.json] states.cache=disk states.fill=true
+# A recipe would let the target answer these chats again. With the folder above, which is that of SmolLM2's
+# recipes, leave its first stage out:
+#   python -m distill.train +experiment=smollm2_135m stages=[distill.prune,distill.train,eval.run,eval.compare]
 set -euo pipefail
 source "$(dirname "$0")/../environment.sh"
 show_usage "$@"

@@ -209,6 +209,17 @@ def test_recipes_of_smollm2_train_on_the_answers_that_they_share(experiment: str
     assert asked.target.path == "models/smollm2_135m"
 
 
+def test_the_script_of_answers_shows_a_recipe_that_trains_on_them():
+    """Check that the recipe reads the folder that the script writes, and does not answer again."""
+    script = (CONF.parent / "scripts" / "data" / "on_policy.sh").read_text()
+    (folder,) = re.findall(r"on_policy\.sh models/smollm2_135m (\S+)", script)
+    ((recipe, given),) = re.findall(r"distill\.train \+experiment=(\S+) (.*)", script)
+    stages = compose_stages(recipe, *given.split())[1]
+    assert "distill.regenerate" not in stages
+    for name in ("distill.prune", "distill.train"):
+        assert stages[name].data.chats == [f"{folder}/chats.json"], name
+
+
 def test_a_chat_model_is_pruned_and_distilled_on_its_own_answers():
     """Check that the recipe differs from that of a base model in the text and its cache alone."""
     stages, found = (compose_stages(name)[1] for name in ("vicuna_796m", "llama_796m"))
