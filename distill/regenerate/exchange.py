@@ -46,7 +46,7 @@ def read_reply(content: Any) -> Reply:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError(f"expected a text and a finish_reason, found {str(choice)[:80]}")
-    if tokens is not None and not all(map(is_int, tokens)):
+    if tokens is not None and not all(is_int(one) and 0 <= one < 2**31 for one in tokens):
         raise ValueError(f"expected token ids, found {str(tokens)[:80]}")
     counted = [count for count in (cached, prompt_tokens, completion_tokens) if count is not None]
     if not all(map(is_int, counted)):

@@ -174,9 +174,10 @@ def test_a_failed_request_is_sent_again(
                 "truncate",
                 r"4 times in a row, at last: an incomplete or malformed answer of .* bytes",
             ),
+            ("ids", r"4 times in a row, at last: an incomplete or malformed answer of .* bytes"),
             ("500", r"4 times in a row, at last: HTTP 500: .*planted 500"),
         ],
-        lambda fault, words: fault == "truncate",
+        lambda fault, words: fault in ("truncate", "ids"),
     ),
 )
 def test_a_server_that_fails_for_good_ends_the_run_which_resumes(

@@ -98,7 +98,7 @@ def serve(
                     stop_token_ids=body.get("stop_token_ids", engine.stop_token_ids),
                 )
             text = "" if fault == "empty" else reply.text
-            tokens = [] if fault == "empty" else reply.tokens
+            tokens = {"empty": [], "ids": [-1]}.get(fault, reply.tokens)
             choice: dict[str, Any] = {"index": 0, "finish_reason": reply.stats.finish}
             choice |= (
                 {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -127,7 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Sending of answers, and faults.
 
     Faults: drop (close the connection), half (close it within the body), truncate (a complete body
-    that holds a part of the JSON), empty, slow, filtered, cut, refuse (400), 500, 429, 404.
+    that holds a part of the JSON), empty, ids (that no vocabulary has), slow, filtered, cut,
+    refuse (400), 500, 429, 404.
     """
 
     protocol_version = "HTTP/1.1"
