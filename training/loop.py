@@ -219,10 +219,18 @@ class Training:
     def _not_finite(self, loss: float, norm: float) -> UserError:
         lr, clip = self.config.optimizer.lr, self.config.optimizer.clip
         clipping = f"or loop.optimizer.clip (now {clip})" if clip else "or set loop.optimizer.clip"
+        found = (
+            f"the loss is {loss} and the gradient's norm {norm} at step {self.progress.step + 1}"
+        )
+        if not self.progress.step:  # no learning rate has changed a weight yet
+            return UserError(
+                f"{found}, before any update, so the weights that the run starts from hold NaN or "
+                f"infinity, or overflow. Check the folder that they come from (of a student: "
+                f"student.path), or set loop.dtype=float32 (now {self.config.dtype})"
+            )
         return UserError(
-            f"the loss is {loss} and the gradient's norm {norm} at step {self.progress.step + 1}, "
-            f"so the run stopped before the update. The last good checkpoint, if any, is in "
-            f"{self.root}. Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
+            f"{found}, so the run stopped before the update. The last good checkpoint, if any, is "
+            f"in {self.root}. Lower loop.optimizer.lr (now {lr}) {clipping}, then run again"
         )
 
     def record_evaluation(self, figures: dict[str, float]) -> dict[str, float]:
