@@ -77,7 +77,7 @@ def contract_of(kind: HeadKind, folder: Path) -> Contract:
     if kind.contract is None:
         raise UserError(
             f"{folder} holds a head of the kind {kind.name}, which has no published layout but the "
-            f"one that it is in. Expected an EAGLE-3, P-EAGLE, Medusa or block head."
+            f"one that it is in. Expected an EAGLE, P-EAGLE, Medusa or block head."
         )
     return kind.contract
 

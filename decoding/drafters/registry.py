@@ -85,6 +85,13 @@ DRAFTERS = {
         trained="heads.eagle.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),
+    "eagle1": DrafterEntry(
+        "heads.eagle.drafter.EagleDrafter",
+        "folder",
+        architectures=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+        trained="heads.eagle.kind.FIRST",
+        options={"by_cost": True, "dtype": AUTO},
+    ),
     "block": DrafterEntry(
         "heads.block.drafter.BlockDrafter",
         "folder",

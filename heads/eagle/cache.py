@@ -1,4 +1,4 @@
-"""An EAGLE-3 head with the keys and values of the verified text, and of a draft.
+"""An EAGLE head with the keys and values of the verified text, and of a draft.
 
 Slot t of a row holds element t: the token at t, and the state before it, which is the target's at t
 - 1. The elements before the tip's are computed once, from states of the target. A draft begins with
@@ -9,7 +9,7 @@ of a text has no state before it but zeros, and only drafts from a text of one t
 element.
 
 Shapes: B rows, W elements, P new nodes of a draft, N nodes of a draft, T slots, H hidden size, Q
-query heads, K key/value heads, D head size, V vocabulary of the target.
+query heads, K key/value heads, D head size, I inputs of the attention, V vocabulary of the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from heads.layers import Rope, rope_at
 
 
 class HeadCache:
-    """An EAGLE-3 head over rows of different lengths."""
+    """An EAGLE head over rows of different lengths."""
 
     num_layers = 1
 
@@ -36,6 +36,9 @@ class HeadCache:
         self.num_parameters, self.vocab_size = head.num_parameters, head.config.vocab_size
         self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
         self.embed: Callable[[Tensor], Tensor] = lambda ids: torch.empty(0)  # the target's
+        self.lm_head: Callable[[Tensor], Tensor] = self.embed  # the head's, or the target's
+        if not head.config.predicts_states:
+            self.lm_head = head.lm_head
         self.lengths_B: list[int] = []  # slots of verified text, that of the first token included
         self._known_B: list[int] = []  # states of the target
         self._starts_B: list[int] = []  # slots before the draft
@@ -121,7 +124,9 @@ class HeadCache:
         )
         visible_BNT[:, :, 0] &= self._sees_first_B1
         slots_BP = slots_BN[:, -P:]
-        inputs, rope = self._store(tokens_BP, hidden_BPH, positions_BN[:, -P:], slots_BP)
+        inputs, residual_BPH, rope = self._store(
+            tokens_BP, hidden_BPH, positions_BN[:, -P:], slots_BP
+        )
         q_BPQD = self.head.midlayer.self_attn.queries(inputs, rope)
         mask = torch.zeros(1, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill(visible_BNT[:, None, -P:].logical_not(), float("-inf"))
@@ -130,9 +135,9 @@ class HeadCache:
             each[:, :end].transpose(1, 2) for each in (self._keys_BTKD, self._values_BTKD)
         )
         mixed_BPQD = grouped_attention(q_BPQD, keys_BKTD, values_BKTD, mask)
-        features_BPH, outputs_BPH = self.head.step(hidden_BPH, mixed_BPQD)
+        features_BPH, outputs_BPH = self.head.step(residual_BPH, mixed_BPQD)
         self._write(self._states_BTH, outputs_BPH, slots_BP + 1)
-        logits = self.head.lm_head(features_BPH)
+        logits = self.lm_head(features_BPH)
         return spread(logits, self._ids_V, config.vocab_size, float("-inf"))
 
     def time_nodes(self, count: int) -> None:
@@ -203,18 +208,18 @@ class HeadCache:
 
     def _store(
         self, tokens_BW: Tensor, hidden_BWH: Tensor, positions_BW: Tensor, slots_BW: Tensor
-    ) -> tuple[Tensor, Rope]:
+    ) -> tuple[Tensor, Tensor, Rope]:
         """Write keys and values of elements to their slots.
 
-        Returns the inputs (B, W, 2 H) of their projections, and their rotations.
+        Returns the inputs (B, W, I) of their projections, their residuals (B, W, H) and rotations.
         """
         layer, rope = self.head.midlayer, rope_at(self._rope, positions_BW)
         embedded_BWH = self.embed(tokens_BW).to(self.device, self.dtype)
-        inputs = layer.inputs(embedded_BWH, hidden_BWH)
+        inputs, residual_BWH = self.head.join(embedded_BWH, hidden_BWH)
         keys_BWKD, values_BWKD = layer.self_attn.keys_values(inputs, rope)
         self._write(self._keys_BTKD, keys_BWKD, slots_BW)
         self._write(self._values_BTKD, values_BWKD, slots_BW)
-        return inputs, rope
+        return inputs, residual_BWH, rope
 
     def _slots(self, firsts_B: Sequence[int], counts_B: Sequence[int]) -> Tensor:
         """Return counts_B[b] slots (B, W) from each row's first on; padding is the last slot."""

@@ -1,10 +1,13 @@
-"""Folders of EAGLE-3 and P-EAGLE heads, in the layouts of heads/eagle/layouts.py.
+"""Folders of EAGLE heads, in the layouts of heads/eagle/layouts.py.
 
 For a draft vocabulary a file has `d2t` (row i is the token i + d2t[i]) and mostly `t2d` (whether a
 token is drafted). Servers take the embedding from the target, which trains frozen in all of them,
 so a stored one is not read. A head that drafts in one pass has `mask_hidden`, its mask token as
 `pard_token`, and as `num_parallel_tokens`, which servers do not read, the number of tokens that it
 was trained to draft. A file without the numbers of layers has the default of all servers.
+
+An EAGLE-1 head has neither layers nor a draft vocabulary nor an lm_head. Its `fc` has a bias where
+config.json has no `bias`, as in the original repository.
 """
 
 import json
@@ -23,10 +26,13 @@ from decoding.values import is_int, quote
 from heads.eagle.layouts import (
     ARCHITECTURE,
     ARCHITECTURES,
+    BIAS,
     CONVENTION,
+    LAYERS,
     PARALLEL,
     READ_AS,
     SWITCHES,
+    is_first,
     layout_of,
 )
 from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, read_rope
@@ -48,6 +54,11 @@ _FIXED: dict[str, Any] = {
     "parallel_draft_step": 1,
     "embed_requires_grad": False,
     "layer_types": ["full_attention"],
+}
+# the same of an EAGLE-1 head; None: no value
+_FIXED_FIRST: dict[str, Any] = {
+    **dict.fromkeys(SWITCHES, False),
+    **dict.fromkeys(("taps", LAYERS, "num_aux_hidden_states")),
 }
 
 
@@ -107,17 +118,23 @@ def read_head_config(folder: Path) -> EagleConfig:
             f"{file}: architectures is {quote(found)}, expected ['{ARCHITECTURE}'], an EAGLE-3 "
             f"head. Use `use: chain` for a language model."
         )
-    for key, only in _FIXED.items():
+    first, fixed, kind = is_first(values), _FIXED, "EAGLE-3"
+    if first:
+        kind, whole = "EAGLE-1", {"draft_vocab_size": values.get("vocab_size")}
+        fixed = _FIXED | _FIXED_FIRST | whole
+    for key, only in fixed.items():
         given = served.get(key, values.get(key, only))
         # Model Optimizer writes null for what its training left at the default
         if given not in (only, None):
             raise UserError(
                 f"{file}: {key} is {json.dumps(given)}, expected {json.dumps(only)}, as this "
-                f"project has no EAGLE-3 head of another form. Use a head without this option."
+                f"project has no {kind} head of another form. Use a head without this option."
             )
     sizes = _read_sizes(file, values)
     taps = _read_taps(file, values, layout)
     switches = {name: values.get(name, False) for name in SWITCHES}
+    if first:
+        switches[BIAS] = values.get(BIAS, True)
     for name, given in switches.items():
         if not isinstance(given, bool):
             raise UserError(
@@ -131,6 +148,7 @@ def read_head_config(folder: Path) -> EagleConfig:
             f"config.json that was written with these weights."
         )
     V, drafted = sizes.pop("vocab_size"), sizes.pop("draft_vocab_size")
+    fc_bias = switches.pop(BIAS, False)
     if PARALLEL in found:
         checkpoint.check_size(file, TRAINED_TOKENS, values.get(TRAINED_TOKENS), 2)
         checkpoint.check_size(file, MASK_TOKEN, values.get(MASK_TOKEN), 0, V - 1)
@@ -141,6 +159,8 @@ def read_head_config(folder: Path) -> EagleConfig:
         taps=taps,
         rope=read_rope(values, str(file)),
         norm_eps=float(eps),
+        predicts_states=first,
+        fc_bias=fc_bias,
         **sizes,
         **switches,
     )

@@ -1,4 +1,4 @@
-"""Configuration of EAGLE-3's training."""
+"""Configuration of the training of EAGLE heads."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,17 @@ from training.heads.config import HeadJobConfig, HeadOptions
 
 @dataclass
 class EagleOptions(HeadOptions):
-    """Shape of an EAGLE-3 head; other sizes are the target's."""
+    """Shape of an EAGLE head; other sizes are the target's."""
 
     # name in tables and in the head's card
     name: str = "eagle3"
     # layers of the target that the head reads, numbered as Hugging Face's hidden_states; empty: 2,
-    # L // 2 and L - 3 of L layers
+    # L // 2 and L - 3 of L layers; head=eagle1 reads the state after the final norm alone
     taps: list[int] = field(default_factory=list)
     # width of the feed-forward layer; 0: the target's
     intermediate_size: int = 0
-    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens,
+    # as head=eagle1 has them
     draft_vocab_size: int = 0
     # normalize each tapped state (EAGLE-3.1)
     fc_norm: bool = True
@@ -27,12 +28,14 @@ class EagleOptions(HeadOptions):
     # head=p_eagle: id of the token of mask elements, which no text has; null: an unused or reserved
     # one
     mask_token_id: int | None = None
-    # initial output layer: lm_head (the target's) | random
+    # initial output layer: lm_head (the target's) | random; head=eagle1 has none
     start: str = "lm_head"
+    # head=eagle1: add a bias to the joined embedding and state, as published; vLLM reads none
+    fc_bias: bool = False
 
 
 @dataclass
 class EagleTrainConfig(HeadJobConfig):
-    """An EAGLE-3 head (arXiv 2503.01840) or P-EAGLE head (2602.01469) for the frozen target."""
+    """A head of EAGLE-3 (arXiv 2503.01840), P-EAGLE (2602.01469) or EAGLE-1 (2401.15077)."""
 
     head: EagleOptions = field(default_factory=EagleOptions)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a drafter of chains and trees.
+"""An EAGLE head as a drafter of chains and trees.
 
 It drafts like a language model (decoding/drafters/chain.py, decoding/drafters/trees/ranked.py),
 except that it reads the target's states at the verified tokens: a draft's own elements are
@@ -30,6 +30,7 @@ from decoding.interfaces import (
     Target,
     Tokens,
 )
+from decoding.models.load import DTYPES
 from decoding.sampling.token_chooser import likeliest_chooser
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
@@ -44,7 +45,7 @@ from training.heads.drafter import (
 
 
 class EagleDrafter(RankedTree):
-    """Drafter of a tree, or a chain, from an EAGLE-3 head in a folder or in memory.
+    """Drafter of a tree, or a chain, from an EAGLE head in a folder or in memory.
 
     shape: `tree`, or `chain`, whose length the stopping policy decides. frontier, max_nodes,
     by_cost: of a tree, see `RankedTree`. children: `sampled`, or `top_k` for the likeliest tokens
@@ -70,10 +71,13 @@ class EagleDrafter(RankedTree):
         execution: str = "eager",
     ) -> None:
         head = load_to_draft(folder, head, load_head, dtype, device, execution)
-        name = choose_name(name, folder, "eagle3")
+        first = head.config.predicts_states
+        name = choose_name(name, folder, "eagle1" if first else "eagle3")
         check_draft(name, shape, max_nodes)
         if bool(head.config.parallel) != self.one_pass:
-            wrong, right = ("eagle3", "p_eagle")[:: -1 if self.one_pass else 1]
+            wrong, right = ("eagle1" if first else "eagle3", "p_eagle")[
+                :: -1 if self.one_pass else 1
+            ]
             raise UserError(
                 f"drafter '{name}': use is '{wrong}', but its head was trained to draft "
                 f"{'a token a step' if self.one_pass else 'in one pass'}. Use `use: {right}`."
@@ -94,7 +98,7 @@ class EagleDrafter(RankedTree):
             shape,
             has_q=tree.has_q,
             needs_hidden=True,
-            taps=self.config.taps,
+            taps=self.config.taps,  # EAGLE-1: none, for the state after the final norm
             can_overlap=self._chain,
             needs_costs=tree.needs_costs,
         )
@@ -114,7 +118,7 @@ class EagleDrafter(RankedTree):
         return gamma if self._chain else super().width(gamma)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Use the target's embedding, and store the costs.
+        """Use the target's embedding, for EAGLE-1 its lm_head too, and store the costs.
 
         Raises UserError for a target of other sizes than the head's, or on another device.
         """
@@ -122,6 +126,9 @@ class EagleDrafter(RankedTree):
         check_target(self.name, self.config, self.cache.device, target)
         self.capabilities = replace(self.capabilities, taps=self.config.taps_of(target.num_layers))
         self.cache.embed = target.embed
+        if self.config.predicts_states:
+            dtype = DTYPES[target.dtype]
+            self.cache.lm_head = lambda hidden: target.lm_head(hidden.to(dtype))
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Read the prompts' tokens and states, with room for nodes that are not proposed."""

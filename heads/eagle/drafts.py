@@ -44,7 +44,7 @@ class Drafts:
         self._rope = head.rope_tables(T + depth)
         self._columns_M = tips_M.remainder(T)
         layer, rope = head.midlayer, (self._rope[0][:T], self._rope[1][:T])
-        inputs = layer.inputs(embedded_RTH, before_RTH)
+        inputs, _ = head.join(embedded_RTH, before_RTH)
         keys_RTKD, values_RTKD = layer.self_attn.keys_values(inputs, rope)
         self._keys_RQTD, self._values_RQTD = (
             self._per_query(each).transpose(1, 2) for each in (keys_RTKD, values_RTKD)
@@ -59,11 +59,11 @@ class Drafts:
         """Add an element with this token to each draft; return the lm_head's inputs [M, H]."""
         layer, places_M = self.head.midlayer, self._columns_M + len(self._own)
         rope = rope_at(self._rope, places_M)
-        inputs = layer.inputs(embedded_MH, self.hidden_MH)
+        inputs, residual_MH = self.head.join(embedded_MH, self.hidden_MH)
         keys_MKD, values_MKD = layer.self_attn.keys_values(inputs, rope)
         self._own.append((self._per_query(keys_MKD), self._per_query(values_MKD)))
         mixed_MQD = self._attend(layer.self_attn.queries(inputs, rope))
-        features_MH, self.hidden_MH = self.head.step(self.hidden_MH, mixed_MQD)
+        features_MH, self.hidden_MH = self.head.step(residual_MH, mixed_MQD)
         return features_MH
 
     def advance_masked(self, embedded_H: Tensor) -> Tensor:

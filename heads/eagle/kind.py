@@ -1,4 +1,4 @@
-"""EAGLE-3 and P-EAGLE as kinds of trained heads (training/heads/kind.py)."""
+"""EAGLE-1, EAGLE-3 and P-EAGLE as kinds of trained heads (training/heads/kind.py)."""
 
 import json
 import shlex
@@ -13,11 +13,19 @@ from decoding.interfaces import Drafter
 from heads.eagle.checkpoint import load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.layouts import CONTRACT, PARALLEL_CONTRACT, SERVED, SERVED_PARALLEL
+from heads.eagle.layouts import (
+    CONTRACT,
+    FIRST_CONTRACT,
+    PARALLEL_CONTRACT,
+    SERVED,
+    SERVED_FIRST,
+    SERVED_PARALLEL,
+)
 from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
 from jobs.paths import name_anywhere
+from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.build import mask_token_of
 from training.heads.checkpoint import FolderLayout
@@ -29,18 +37,27 @@ STARTS = ("lm_head", "random")
 
 
 class EagleKind(EaglePredictions, HeadKind):
-    """EAGLE-3 heads as a kind of trained head."""
+    """EAGLE heads of one form as a kind of trained head."""
 
     config: type[HeadJobConfig] = EagleTrainConfig
 
-    def __init__(self, name: str, parallel: bool) -> None:
-        """Name the kind. parallel: whether its heads draft in one pass."""
+    def __init__(self, name: str, parallel: bool = False, predicts_states: bool = False) -> None:
+        """Name the kind.
+
+        parallel: whether its heads draft in one pass. predicts_states: whether they are EAGLE-1's.
+        """
         self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
+        self.predicts_states = predicts_states
         self.layout: FolderLayout = SERVED_PARALLEL if parallel else SERVED
         self.contract = PARALLEL_CONTRACT if parallel else CONTRACT
+        if predicts_states:
+            self.layout, self.contract = SERVED_FIRST, FIRST_CONTRACT
 
     def shape(self, config: EagleTrainConfig, target: Any) -> EagleConfig:
         options, widths = config.head, target_widths(target)
+        taps, layers = tuple(options.taps), target.num_hidden_layers
+        if self.predicts_states:
+            taps = () if taps == (layers,) else taps
         return EagleConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
@@ -48,7 +65,7 @@ class EagleKind(EaglePredictions, HeadKind):
             num_kv_heads=widths["num_key_value_heads"],
             head_dim=widths["head_dim"],
             intermediate_size=options.intermediate_size or widths["intermediate_size"],
-            taps=tuple(options.taps) or default_taps(target.num_hidden_layers),
+            taps=taps if self.predicts_states else taps or default_taps(layers),
             rope=read_rope(target.to_dict(), config.target.path),
             max_positions=target.max_position_embeddings,
             draft_vocab_size=options.draft_vocab_size,
@@ -60,11 +77,13 @@ class EagleKind(EaglePredictions, HeadKind):
             mask_token_id=mask_token_of(config, options.mask_token_id, target)
             if self.parallel
             else 0,
+            predicts_states=self.predicts_states,
+            fc_bias=options.fc_bias,
         )
 
     def read_shape(self, folder: Path) -> EagleConfig:
         shape = read_head_config(folder)
-        if not shape.taps:
+        if not shape.taps and not shape.predicts_states:
             raise UserError(
                 f"{folder / 'config.json'} names no layers, which training needs. Add the target's "
                 f"layers that the head reads as taps, numbered as Hugging Face's hidden_states."
@@ -82,9 +101,11 @@ class EagleKind(EaglePredictions, HeadKind):
         tokens = config.loss.predict_n_tokens if self.parallel else 0
         return {
             "head.path": (
-                shape.parallel == tokens,
+                shape.parallel == tokens and shape.predicts_states == self.predicts_states,
                 f"a folder of head={self.name} whose passes draft {tokens} tokens "
-                f"(loss.predict_n_tokens; 0: a token a step), not {shape.parallel}",
+                f"(loss.predict_n_tokens; 0: a token a step), not {shape.parallel}"
+                if shape.predicts_states == self.predicts_states
+                else f"a folder of head={self.name}",
             ),
             "head.start": (options.start in STARTS, f"one of {', '.join(STARTS)}"),
             "head.taps": (
@@ -99,19 +120,50 @@ class EagleKind(EaglePredictions, HeadKind):
                 options.draft_vocab_size >= 0,
                 "1 or more, or 0 for all tokens",
             ),
+            **self._form_rules(config, shape),
+        }
+
+    def _form_rules(
+        self, config: EagleTrainConfig, shape: EagleConfig
+    ) -> dict[str, tuple[bool, str]]:
+        """Return the rules of the keys that EAGLE-1 and EAGLE-3 heads do not share."""
+        options = config.head
+        if not self.predicts_states:
+            return {"head.fc_bias": (not options.fc_bias, "false, as only head=eagle1 has a bias")}
+        norms = ("fc_norm", "norm_output", "norm_before_residual")
+        only = "as head=eagle1"
+        return {
+            "head.taps": (
+                not shape.taps,
+                f"an empty list, {only} reads the target's state after the final norm alone",
+            ),
+            "head.draft_vocab_size": (
+                options.draft_vocab_size == 0,
+                f"0, {only} predicts all tokens with the target's own lm_head",
+            ),
+            **{
+                f"head.{name}": (not getattr(options, name), f"false, {only} has no such norm")
+                for name in norms
+            },
+            "parallel.kind": (
+                config.parallel.kind not in SHARDED_WEIGHTS,
+                "a kind that does not shard the target, whose output layer is the head's",
+            ),
         }
 
     def empty(self, shape: EagleConfig) -> EagleHead:
         return EagleHead(shape)
 
     def initialize(self, head: EagleHead, options: EagleOptions, lm_head_VH: Tensor) -> None:
-        if options.start == "lm_head":
+        if options.start == "lm_head" and not self.predicts_states:
             head.start_from(lm_head_VH.float().cpu())
 
     def part_of(self, name: str, shape: EagleConfig) -> str:
         return "output" if name.startswith("lm_head") else "layer"
 
     def describe(self, shape: EagleConfig) -> str:
+        if shape.predicts_states:
+            return "one decoder layer on the target's state after the final norm"
         layers = ", ".join(map(str, shape.taps))
         passes = f", {shape.parallel} tokens a pass" if shape.parallel else ""
         return f"one decoder layer on the target's hidden states {layers}{passes}"
@@ -135,9 +187,21 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
+        launch = f"python -m eval.run target.path={target} drafters=[.]"
+        architectures = ", ".join(self.layout.config(shape, torch.float32)["architectures"])
+        if shape.predicts_states:
+            return ReadmeParts(
+                tag=self.name,
+                title="An EAGLE-1 head (arXiv 2401.15077)",
+                form=self.describe(shape),
+                reads="last hidden state, embedding and lm_head",
+                layout=f"the published layout ({architectures})",
+                launch=(launch,),
+                remarks="Measured costs choose the size of the tree, which grows as in EAGLE-2. "
+                "vLLM (method `eagle`) and SGLang have this layout; neither was run.",
+            )
         speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
         speculative["num_speculative_tokens"] = shape.parallel or card["num_draft_tokens"] or 3
-        architectures = self.layout.config(shape, torch.float32)["architectures"]
         paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
         if shape.parallel:
             speculative["parallel_drafting"] = True
@@ -148,9 +212,9 @@ class EagleKind(EaglePredictions, HeadKind):
             title=paper,
             form=self.describe(shape),
             reads="hidden states and embedding",
-            layout=f"the published layout ({', '.join(architectures)})",
+            layout=f"the published layout ({architectures})",
             launch=(
-                f"python -m eval.run target.path={target} drafters=[.]",
+                launch,
                 f"vllm serve {target} {option}",
             ),
             remarks=f"Measured costs choose {drafts}. vLLM drafts a chain. `taps` in "
@@ -159,5 +223,6 @@ class EagleKind(EaglePredictions, HeadKind):
         )
 
 
-KIND = EagleKind("eagle3", parallel=False)
+KIND = EagleKind("eagle3")
+FIRST = EagleKind("eagle1", predicts_states=True)
 PARALLEL = EagleKind("p_eagle", parallel=True)

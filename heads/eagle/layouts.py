@@ -1,9 +1,11 @@
-"""Published layouts of EAGLE-3 and P-EAGLE heads, and how servers read them.
+"""Published layouts of EAGLE heads, and how servers read them.
 
 served        ours: what vLLM and SGLang read, with the layers in the numbers of both
 specforge     SpecForge's exports to SGLang, and the original repository's files
 modelopt      exports of NVIDIA's Model Optimizer
 speculators   vLLM's library; the sizes lie in an inner object
+
+EAGLE-1 heads have one layout, whose tensors are those of the original repository.
 
 In `eagle_config`, SGLang, SpecForge and Model Optimizer number layers by their outputs. vLLM takes
 the same key for hidden_states[i], one layer earlier, but reads the key at the top level first.
@@ -32,7 +34,9 @@ from training.heads.published import (
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
 SPECULATOR = "Eagle3Speculator"
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL, SPECULATOR)
+FIRST = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")  # EAGLE-1 in vLLM, in SGLang
+BIAS = "bias"  # whether the map of EAGLE-1 has one
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL, SPECULATOR, *FIRST)
 CONVENTION = "hidden_states"  # of the key taps_convention
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SERVED_LAYERS = f"eagle_config.{LAYERS}"
@@ -65,11 +69,11 @@ _SIZES = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_positions",
 }
+_ROPE = {"rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
 _OUTER = {
     **_SIZES,
     "draft_vocab_size": "num_drafted",  # without it SGLang takes the target's lm_head
-    "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
+    **_ROPE,
 }
 _ONE_BY_ONE: Mapping[str, Any] = {"parallel": 0}
 
@@ -96,6 +100,12 @@ SERVED_PARALLEL = replace(
     # vLLM 0.32 puts `Eagle3` before its own name of such heads, and then does not know it
     fixed={**SERVED.fixed, "architectures": [ARCHITECTURE, PARALLEL]},
     fields={**SERVED.fields, MASK_TOKEN: "mask_token_id", TRAINED_TOKENS: "parallel"},
+)
+SERVED_FIRST = PublishedLayout(
+    "served",
+    fixed={"architectures": [*FIRST], **_LLAMA},
+    fields={**_SIZES, **_ROPE, BIAS: "fc_bias"},
+    renamed=((r"^midlayer\.", "layers.0."),),
 )
 SPECFORGE = PublishedLayout(
     "specforge",
@@ -185,10 +195,18 @@ _SERVERS = (
 )
 
 
+def is_first(values: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is an EAGLE-1 head's."""
+    found = values.get("architectures")
+    return isinstance(found, list) and not {*found}.isdisjoint(FIRST)
+
+
 def layout_of(values: Mapping[str, Any]) -> PublishedLayout:
     """Return the layout of a config.json."""
     if "speculators_model_type" in values:
         return SPECULATORS
+    if is_first(values):
+        return SERVED_FIRST
     if "taps" in values or LAYERS in values:
         return SERVED_PARALLEL if PARALLEL in values.get("architectures", ()) else SERVED
     served = values.get("eagle_config") or {}
@@ -203,3 +221,10 @@ def _contract(*layouts: PublishedLayout) -> Contract:
 
 CONTRACT = _contract(SERVED, SPECFORGE, MODELOPT, SPECULATORS)
 PARALLEL_CONTRACT = _contract(SERVED_PARALLEL)
+FIRST_CONTRACT = Contract(
+    {SERVED_FIRST.name: SERVED_FIRST},
+    layout_of,
+    (Server("vLLM 0.32", assumed={"fc_bias": False}), Server("SGLang 0.5.23")),
+    READ_AS,
+    frozenset({EMBEDDING}),
+)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head: one decoder layer over states of the target (arXiv 2503.01840).
+"""The EAGLE heads: one decoder layer over states of the target (EAGLE-3, arXiv 2503.01840).
 
 The element at position t joins two inputs: g_t, a linear map of the target's states at t in some
 layers (taps), and the embedding of the token at t + 1. From the elements up to t the layer predicts
@@ -10,10 +10,14 @@ EAGLE-3.1 (arXiv 2605.09992).
 A head that drafts in parallel (P-EAGLE, arXiv 2602.01469) has mask elements in place of all later
 ones: learned states take the place of the target's, and a mask token that of the drafted one.
 
+An EAGLE-1 head (arXiv 2401.15077) reads one state, that after the target's final norm, and its
+output is the same state one token later, from which the target's own lm_head predicts. The map
+joins embedding and state, and the layer has no norm before its attention.
+
 Parameters have the names of the published files (heads/eagle/checkpoint.py).
 
-Shapes: X any dimensions, C channels of all taps, H hidden size, Q query heads, K key/value heads,
-D head size, V drafted vocabulary, T positions.
+Shapes: X any dimensions, C channels of all taps, H hidden size, I inputs of the attention, Q query
+heads, K key/value heads, D head size, V drafted vocabulary, T positions.
 """
 
 from collections.abc import Mapping
@@ -63,6 +67,10 @@ class EagleConfig:
     norm_before_residual: bool = False
     parallel: int = 0  # tokens that one pass drafts, from mask elements; 0: a token a step
     mask_token_id: int = 0  # of mask elements
+    # EAGLE-1: the output is the target's next state after the final norm, as is the only tap, which
+    # has no number; the norms and switches above are EAGLE-3's
+    predicts_states: bool = False
+    fc_bias: bool = False  # EAGLE-1
 
     @property
     def num_drafted(self) -> int:
@@ -72,7 +80,7 @@ class EagleConfig:
     @property
     def num_taps(self) -> int:
         """Number of tapped layers."""
-        return len(self.taps) or NUM_TAPS
+        return 1 if self.predicts_states else len(self.taps) or NUM_TAPS
 
     @property
     def rope_theta(self) -> float:
@@ -86,10 +94,12 @@ class EagleConfig:
         return fields if fields["rope_type"] != "default" else None
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
-        """Return the taps in a target of this many layers.
+        """Return the taps in a target of this many layers; () is the state after the final norm.
 
         Raises UserError for a layer that the target lacks.
         """
+        if self.predicts_states:
+            return ()
         taps = self.taps or default_taps(num_layers)
         if max(taps) > num_layers or len(taps) != self.num_taps:
             raise UserError(
@@ -117,25 +127,29 @@ def read_rope(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class Attention(nn.Module):
-    """The projections of the layer's attention, which reads states twice as wide as it writes."""
+    """The projections of the layer's attention.
+
+    In EAGLE-3 it reads embeddings and states side by side, I = 2 H channels, in EAGLE-1 I = H.
+    """
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.q_proj = nn.Linear(2 * config.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key, bias=False)
+        width = config.hidden_size * (1 if config.predicts_states else 2)
+        self.q_proj = nn.Linear(width, query, bias=False)
+        self.k_proj = nn.Linear(width, key, bias=False)
+        self.v_proj = nn.Linear(width, key, bias=False)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
 
-    def queries(self, inputs_X2H: Tensor, rope: Rope) -> Tensor:
+    def queries(self, inputs_XI: Tensor, rope: Rope) -> Tensor:
         """Return rotated queries (..., Q, D)."""
-        return rotate(self.q_proj(inputs_X2H).unflatten(-1, (-1, self.head_dim)), *rope)
+        return rotate(self.q_proj(inputs_XI).unflatten(-1, (-1, self.head_dim)), *rope)
 
-    def keys_values(self, inputs_X2H: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def keys_values(self, inputs_XI: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values (..., K, D)."""
         keys, values = (
-            project(inputs_X2H).unflatten(-1, (-1, self.head_dim))
+            project(inputs_XI).unflatten(-1, (-1, self.head_dim))
             for project in (self.k_proj, self.v_proj)
         )
         return rotate(keys, *rope), values
@@ -148,19 +162,21 @@ class EagleLayer(nn.Module):
         super().__init__()
         H, eps = config.hidden_size, config.norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(H, eps)
-        self.hidden_norm = nn.RMSNorm(H, eps)
+        if not config.predicts_states:
+            self.input_layernorm = nn.RMSNorm(H, eps)
+            self.hidden_norm = nn.RMSNorm(H, eps)
         self.post_attention_layernorm = nn.RMSNorm(H, eps)
         self.self_attn = Attention(config)
         self.mlp = FeedForward(H, config.intermediate_size)
 
-    def inputs(self, embedded_XH: Tensor, hidden_XH: Tensor) -> Tensor:
-        """Return the inputs (..., 2 H) of the projections."""
-        return torch.cat((self.input_layernorm(embedded_XH), self.hidden_norm(hidden_XH)), -1)
+    def join(self, embedded_XH: Tensor, hidden_XH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projections' inputs (..., 2 H) and the residual (..., H) in EAGLE-3."""
+        normed_XH = self.hidden_norm(hidden_XH)
+        inputs_X2H = torch.cat((self.input_layernorm(embedded_XH), normed_XH), -1)
+        return inputs_X2H, normed_XH if self.norm_before_residual else hidden_XH
 
-    def output(self, hidden_XH: Tensor, mixed_XQD: Tensor) -> Tensor:
+    def output(self, residual_XH: Tensor, mixed_XQD: Tensor) -> Tensor:
         """Return the layer's output (..., H) from the mixed values of its attention."""
-        residual_XH = self.hidden_norm(hidden_XH) if self.norm_before_residual else hidden_XH
         residual_XH = residual_XH + self.self_attn.o_proj(mixed_XQD.flatten(-2))
         found = residual_XH + self.mlp(self.post_attention_layernorm(residual_XH))
         assert isinstance(found, Tensor)
@@ -168,7 +184,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head of a target."""
+    """An EAGLE head of a target."""
 
     # of a draft vocabulary: row i of the lm_head is the token i + d2t_V[i]; whether a token of the
     # target is drafted
@@ -181,11 +197,13 @@ class EagleHead(nn.Module):
         self.config = config
         H, V, eps = config.hidden_size, config.num_drafted, config.norm_eps
         self.midlayer = EagleLayer(config)
-        self.fc = nn.Linear(config.num_taps * H, H, bias=False)
+        joined = 2 if config.predicts_states else config.num_taps
+        self.fc = nn.Linear(joined * H, H, bias=config.fc_bias)
         norms = (nn.RMSNorm(H, eps) for _ in range(config.num_taps if config.fc_norm else 0))
         self.fc_norm = nn.ModuleList(norms)
-        self.norm = nn.RMSNorm(H, eps)
-        self.lm_head = nn.Linear(H, V, bias=False)
+        self.norm = nn.Identity() if config.predicts_states else nn.RMSNorm(H, eps)
+        if not config.predicts_states:  # else the target's own predicts
+            self.lm_head = nn.Linear(H, V, bias=False)
         masks = torch.randn(1, 1, config.num_taps * H) if config.parallel else None
         self.mask_hidden = None if masks is None else nn.Parameter(masks)
         few = bool(config.draft_vocab_size)
@@ -213,7 +231,12 @@ class EagleHead(nn.Module):
         )
 
     def fuse(self, taps_XC: Tensor) -> Tensor:
-        """Return g (..., H) of the target's states at the taps; of zeros it is zero."""
+        """Return g (..., H) of the target's states at the taps; of zeros it is zero.
+
+        In EAGLE-1 it is the state itself.
+        """
+        if self.config.predicts_states:
+            return taps_XC
         if self.config.fc_norm:
             parts = taps_XC.chunk(len(self.fc_norm), -1)
             pairs = zip(self.fc_norm, parts, strict=True)
@@ -228,9 +251,19 @@ class EagleHead(nn.Module):
         assert self.mask_hidden is not None
         return self.fuse(self.mask_hidden.flatten())
 
-    def step(self, hidden_XH: Tensor, mixed_XQD: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, embedded_XH: Tensor, hidden_XH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs (..., I) of the projections and the residual (..., H).
+
+        hidden_XH: g, or what `step` has returned in its place.
+        """
+        if not self.config.predicts_states:
+            return self.midlayer.join(embedded_XH, hidden_XH)
+        joined_XH = self.fc(torch.cat((embedded_XH, hidden_XH), -1))
+        return joined_XH, joined_XH
+
+    def step(self, residual_XH: Tensor, mixed_XQD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the lm_head, and the state that replaces g in the next element."""
-        states_XH = self.midlayer.output(hidden_XH, mixed_XQD)
+        states_XH = self.midlayer.output(residual_XH, mixed_XQD)
         features_XH = self.norm(states_XH)
         return features_XH, features_XH if self.config.norm_output else states_XH
 

@@ -1,4 +1,4 @@
-"""Predictions of EAGLE-3 heads in training (training/heads/predicting.py), without Hydra imports.
+"""Predictions of EAGLE heads in training (training/heads/predicting.py), without Hydra imports.
 
 Shapes: M drafts, N predictions of all steps, O drafts with own tokens, P positions, H the target's
 hidden size.
@@ -24,12 +24,13 @@ from training.heads.predicting import (
 
 
 class EaglePredictions(PredictingHead):
-    """Predictions of EAGLE-3 heads in training."""
+    """Predictions of EAGLE heads in training."""
 
     label, reads_context = "eagle", True
 
     def outputs(self, head: EagleHead, states: TargetStates) -> Sequence[Tensor]:
-        return (head.lm_head.weight,)
+        """Return the head's output layer, or the target's lm_head for EAGLE-1."""
+        return (states.lm_head if head.config.predicts_states else head.lm_head.weight,)
 
     def features(
         self,
@@ -40,6 +41,7 @@ class EaglePredictions(PredictingHead):
         states_PC: Tensor,
     ) -> Tensor:
         """Return the inputs (N, H) of the lm_head for all steps of the training-time test."""
+        (weight_VH,) = self.outputs(head, states)
         steps, tips_M = len(where.counts_K), where.kept_P[where.drafts_M] + 1
         drafts = _begin(head, states, batch, where.kept_P, states_PC, tips_M, steps)
         reached: list[Tensor] = []
@@ -47,7 +49,7 @@ class EaglePredictions(PredictingHead):
             tokens_M = where.tokens_MK[:, step]
             if step and where.continues_own:
                 own_OH = reached[-1].detach().index_select(0, where.own_O)
-                own_O = _ids(head, choose_likeliest(own_OH, head.lm_head.weight, step - 1))
+                own_O = _ids(head, choose_likeliest(own_OH, weight_VH, step - 1))
                 tokens_M = tokens_M.index_copy(0, where.own_O, own_O)
             reached.append(_advance(head, states, drafts, tokens_M, step))
         return torch.cat(reached).index_select(0, where.head_N * len(tips_M) + where.draft_N)
@@ -61,13 +63,13 @@ class EaglePredictions(PredictingHead):
         count: int,
         choose: Choose = choose_likeliest,
     ) -> Tensor:
-        text = tips.context
+        text, (weight_VH,) = tips.context, self.outputs(head, states)
         assert text is not None
         drafts = _begin(head, states, text.batch, text.kept_P, text.states_PC, text.tips_M, count)
         drafted, tokens_M = [], tips.tokens_M
         for depth in range(count):
             features_MH = _advance(head, states, drafts, tokens_M, depth)
-            tokens_M = _ids(head, choose(features_MH, head.lm_head.weight, depth))
+            tokens_M = _ids(head, choose(features_MH, weight_VH, depth))
             drafted.append(tokens_M)
         return torch.stack(drafted, dim=1)
 

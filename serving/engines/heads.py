@@ -51,6 +51,8 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
             raise _refusal(folder, "it does not read Medusa's original layout")
         return ServedHead(MEDUSA, drafter.config.num_heads)
     if isinstance(drafter, EagleDrafter):
+        if drafter.config.predicts_states:
+            raise _refusal(folder, "its method `eagle` was not run with EAGLE-1 heads yet")
         _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
         if not isinstance(drafter, ParallelEagleDrafter):
             return ServedHead(EAGLE3)

@@ -14,6 +14,7 @@ from heads.block.kind import DFLASH, DFLASH2, DOMINO, DSPARK, JETSPEC, SPECDIFF
 from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
+from heads.eagle.kind import FIRST as EAGLE1
 from heads.eagle.kind import KIND as EAGLE
 from heads.eagle.kind import PARALLEL as P_EAGLE
 from heads.eagle.model import EagleConfig
@@ -80,16 +81,17 @@ def medusa(name: str, **fields: Any) -> HeadRow:
     )
 
 
-def eagle(name: str, **fields: Any) -> HeadRow:
-    """Return the row of an EAGLE-3 head that drafts a chain."""
+def eagle(name: str, kind: HeadKind = EAGLE, **fields: Any) -> HeadRow:
+    """Return the row of an EAGLE-3 or EAGLE-1 head that drafts a chain."""
 
     def shape(target: Any) -> EagleConfig:
         options = EagleTrainConfig(head=EagleOptions(**fields))
-        return EAGLE.shape(options, target)
+        found: EagleConfig = kind.shape(options, target)
+        return found
 
     return HeadRow(
         name,
-        EAGLE,
+        kind,
         shape,
         drafter=lambda head: EagleDrafter(head=head, shape="chain"),
         load=lambda folder: EagleDrafter(folder, shape="chain"),
@@ -178,6 +180,8 @@ HEAD_ROWS = [
     eagle("eagle3 with a draft vocabulary", draft_vocab_size=20),
     eagle("eagle3 as first published", fc_norm=False, norm_output=False, taps=[3, 1]),
     eagle("eagle3 with a normalized residual", norm_before_residual=True),
+    eagle("eagle1", EAGLE1, fc_norm=False, norm_output=False),
+    eagle("eagle1 with a bias", EAGLE1, fc_norm=False, norm_output=False, fc_bias=True),
     p_eagle("p_eagle"),
     p_eagle("p_eagle with a draft vocabulary", draft_vocab_size=20, fc_norm=False),
     block("dflash", DFLASH),

@@ -30,7 +30,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 WITH_MASKS = {"p_eagle", "dflash", "dflash2", "domino", "dspark", "jetspec", "specdiff"}
-WITH_VOCABULARY = [name for name in KINDS if name != "sdsat"]
+WITH_VOCABULARY = [name for name in KINDS if name not in ("sdsat", "eagle1")]
 
 
 def dry_run(folder: Path, *given: str, width: int = 64) -> Path:

@@ -14,7 +14,12 @@ from training.data.mixture import check_mixture
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig
 from training.heads.kind import HeadKind
-from training.heads.loss_config import CONTINUATIONS, HEAD_LOSSES, head_loss_rules
+from training.heads.loss_config import (
+    CONTINUATIONS,
+    HEAD_LOSSES,
+    head_loss_rules,
+    trained_depths,
+)
 from training.held_out.costs import cost_rules
 from training.losses.config import CROSS_ENTROPY, parts_of
 from training.models.build import check_target
@@ -84,6 +89,7 @@ def choice_rules(config: HeadJobConfig, kind: HeadKind) -> dict[str, tuple[bool,
             config.data.max_length,
             kind.reads_tokens,
             kind.reads_context,
+            kind.predicts_states,
         ),
         "states.cache": (config.states.cache in caches, f"one of {', '.join(caches)}{reason}"),
         "states.fill": (
@@ -100,6 +106,8 @@ def on_policy_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tupl
     refused = ""
     if not reads_tokens:
         refused = "with this head, none of whose predictions reads a token that it drafts"
+    elif trained_depths(loss) == 1:
+        refused = "with loss.train_depths=1, at which no prediction reads a drafted token"
     elif loss.name == CONTINUATIONS or CROSS_ENTROPY in parts_of(loss):
         refused = (
             f"with loss.name={loss.name}, which learns tokens of a text, and none follows the "

@@ -17,7 +17,7 @@ from training.features.stores import StoreLayout
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
-from training.heads.loss_config import num_continued_tokens
+from training.heads.loss_config import num_continued_tokens, reads_final, trained_depths
 from training.heads.measure import HeadStatistics, measure
 from training.losses.config import uses_teacher
 from training.models.build import dtype_of, print_missing
@@ -46,9 +46,8 @@ def dry_run(
     a dry run wrote the folder, which is replaced.
     """
     print_missing(config.target)
-    counted = measure(
-        kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype), target
-    )
+    depths = trained_depths(config.loss)
+    counted = measure(kind, shape, depths, dtype_of(config.loop.dtype), target)
     describe(kind, shape, target, counted)
     layout = states_layout(config, kind, shape, target)
     flops = print_cost(config, target, counted, layout)
@@ -64,7 +63,7 @@ def dry_run(
             "the untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)
-        counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32, target)
+        counted = measure(kind, shape, depths, torch.float32, target)
     if keeps_folder(folder, was_dry):
         return flops
     write_untrained(kind, shape, target_folder, folder)
@@ -90,10 +89,10 @@ def describe(kind: HeadKind, shape: Any, target: Any, counted: HeadStatistics) -
 def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> StoreLayout:
     """Return the layout of the store of states that a job needs."""
     loss, taps = config.loss, kind.taps(shape)
-    layers = layers_read(taps, target.num_hidden_layers, uses_teacher(loss))
+    layers = layers_read(taps, target.num_hidden_layers, reads_final(loss))
     return StoreLayout(
-        loss.predict_n_tokens,
-        uses_teacher(loss),
+        trained_depths(loss),
+        reads_final(loss),
         len(layers) * shape.hidden_size,
         dtype_of(config.loop.dtype),
         num_continued_tokens(loss),
@@ -117,7 +116,7 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
     judges, continued = uses_teacher(config.loss), num_continued_tokens(config.loss)
     # the first token needs no forward of its own
     forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
-    most_judged = drafts_per_token(config) * config.loss.predict_n_tokens
+    most_judged = drafts_per_token(config) * trained_depths(config.loss)
     judged = judges * min(config.assumed_supervised, most_judged)
     return forward - lm_head + judged * lm_head + config.assumed_supervised * forwards
 

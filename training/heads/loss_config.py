@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.losses.config import LOSSES, LossConfig, loss_rules
+from training.losses.config import LOSSES, LossConfig, loss_rules, uses_teacher
 
 CONTINUATIONS = "continuations"
 DECAY, D_PACE = "decay", "d_pace"
@@ -36,6 +36,15 @@ class HeadLossConfig(LossConfig):
     least_depth_share: float = 0.2
     # drafts of a row that train in a step, for heads that attend to the text; 0: all
     drafts_per_row: int = 0
+    # head=eagle1: first depths at which the head trains; 0: all of predict_n_tokens
+    train_depths: int = 0
+    # head=eagle1: weight of the loss of tokens, which `name` selects, beside that of states
+    token_weight: float = 1.0
+    # head=eagle1: weight of the smooth L1 distance of predicted states from the target's
+    state_weight: float = 0.0
+    # head=eagle1: width of uniform noise on the states that the head reads in training, for texts
+    # of 512 tokens; that of others is in inverse proportion to their tokens
+    state_noise: float = 0.0
 
 
 def head_loss_rules(
@@ -45,12 +54,16 @@ def head_loss_rules(
     max_length: int,
     reads_tokens: bool,
     reads_context: bool,
+    predicts_states: bool,
 ) -> dict[str, tuple[bool, str]]:
     """Return the rules of the settings: key -> (validity of its value, expected values).
 
     names, reason: the losses that the job accepts, and words that follow them in a message.
-    max_length: tokens of a row. reads_tokens, reads_context: see `HeadKind`.
+    max_length: tokens of a row. reads_tokens, reads_context, predicts_states: see `HeadKind`.
     """
+    alone = "no draft reads its own tokens"
+    if reads_tokens and trained_depths(loss) == 1:
+        reads_tokens, alone = False, "with loss.train_depths=1 no draft reads its own tokens"
     return {
         "loss.predict_n_tokens": (
             2 <= loss.predict_n_tokens <= max_length - 2,
@@ -64,7 +77,7 @@ def head_loss_rules(
         "loss.d_pace_alpha": (0 <= loss.d_pace_alpha <= 1, "a share from 0 to 1"),
         "loss.own_tokens": (
             0 <= loss.own_tokens <= 1 and (reads_tokens or not loss.own_tokens),
-            "a share from 0 to 1" if reads_tokens else "0: no draft reads its own tokens",
+            "a share from 0 to 1" if reads_tokens else f"0: {alone}",
         ),
         "loss.depth_share": (
             0 < loss.depth_share <= 1 and (reads_context or loss.depth_share == 1),
@@ -80,8 +93,49 @@ def head_loss_rules(
             loss.drafts_per_row >= 0 and (reads_context or not loss.drafts_per_row),
             "1 or more, or 0 for all" if reads_context else "0: this head trains on all drafts",
         ),
+        **_state_rules(loss, predicts_states),
         **loss_rules(loss, names, reason),
     }
+
+
+def _state_rules(loss: HeadLossConfig, predicts_states: bool) -> dict[str, tuple[bool, str]]:
+    """Return the rules of the settings of heads that predict the target's states."""
+    if not predicts_states:
+        why = "with this head, which predicts no state of the target"
+        return {
+            "loss.train_depths": (loss.train_depths == 0, f"0 {why}"),
+            "loss.token_weight": (loss.token_weight == 1, f"1 {why}"),
+            "loss.state_weight": (loss.state_weight == 0, f"0 {why}"),
+            "loss.state_noise": (loss.state_noise == 0, f"0 {why}"),
+        }
+    continued = loss.name == CONTINUATIONS
+    return {
+        "loss.train_depths": (
+            0 <= loss.train_depths <= loss.predict_n_tokens,
+            "1 to loss.predict_n_tokens, or 0 for all depths",
+        ),
+        "loss.token_weight": (
+            loss.token_weight >= 0 and loss.token_weight + loss.state_weight > 0,
+            "0 or more, and more than 0 without loss.state_weight",
+        ),
+        "loss.state_weight": (
+            loss.state_weight >= 0 and not (continued and loss.state_weight),
+            f"0 with loss.name={CONTINUATIONS}, whose tokens are not those of the states"
+            if continued
+            else "0 or more",
+        ),
+        "loss.state_noise": (loss.state_noise >= 0, "0 or more"),
+    }
+
+
+def trained_depths(loss: HeadLossConfig) -> int:
+    """Return the number of first depths at which a head trains that predicts at all depths."""
+    return loss.train_depths or loss.predict_n_tokens
+
+
+def reads_final(loss: HeadLossConfig) -> bool:
+    """Return whether the loss needs the target's state from which it predicts each token."""
+    return loss.state_weight > 0 or uses_teacher(loss)
 
 
 def depth_shares(loss: HeadLossConfig, depths: int) -> list[float]:

@@ -9,7 +9,8 @@ tokens, and the target's distribution after them is the reference (training/head
 Gradients reach the head, not the target.
 
 A head that drafts from a list of candidates has two losses: among them, and of the features from
-which the list comes (training/heads/candidates.py).
+which the list comes (training/heads/candidates.py). A head that predicts the target's next states
+can learn these too, and read states with noise (training/heads/next_states.py).
 
 Shapes: E features, H hidden size, K heads, N predictions of all heads, P positions of the target
 that are read, S states from which it predicts, V drafted vocabulary.
@@ -32,7 +33,10 @@ from training.heads.loss_config import (
     HeadLossConfig,
     depth_shares,
     num_continued_tokens,
+    reads_final,
+    trained_depths,
 )
+from training.heads.next_states import smooth_l1_rows, state_noise
 from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import Positions, positions
 from training.heads.predicting import PredictingHead, count_depths
@@ -66,21 +70,23 @@ class HeadObjective(StaticObjective):
         states: TargetStates,
         loss: HeadLossConfig,
         on_policy: OnPolicyRows | None = None,
+        seed: int = 0,
     ) -> None:
         """Store the head and what it learns.
 
         on_policy: the rows in which it learns the target's distribution after its own tokens, with
-        a loss that reads only this distribution; None: no rows.
+        a loss that reads only this distribution; None: no rows. seed: of noise on states.
         """
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
-        self.on_policy, self.step = on_policy, 0
-        self.depths = count_depths(kind, loss.predict_n_tokens)
+        self.on_policy, self.seed, self.step = on_policy, seed, 0
+        self.depths = count_depths(kind, trained_depths(loss))
         measured = "acceptance" if uses_teacher(loss) else "top1"
         heads = range(self.depths)
         self.metric_names = (
             *(f"{kind.label}{i}_{measured}" for i in heads),
             *(f"{kind.label}{i}_loss" for i in heads),
+            *(f"{kind.label}{i}_state_loss" for i in heads if loss.state_weight),
         )
         self.register_buffer("indices_V", _indices(head, states), persistent=False)
 
@@ -93,6 +99,7 @@ class HeadObjective(StaticObjective):
         """Return (sum over heads of weight x loss in nats, sums by head [2 K]).
 
         The first K sums count correct tokens or acceptance, the others add up the unweighted loss.
+        With a loss of states there are K more, its unweighted sums.
         """
         drafted, others = self.on_policy.split(batch) if self.on_policy is not None else ([], [])
         if not drafted:
@@ -111,7 +118,7 @@ class HeadObjective(StaticObjective):
     def _on_text(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the sums of `forward` over rows of the data."""
         where, states_PC = self.read_target(batch)
-        final_PH = self.states.select_final(states_PC) if uses_teacher(self.loss) else None
+        final_PH = self.states.select_final(states_PC) if reads_final(self.loss) else None
         return self._sums(batch, where, states_PC, final_PH)
 
     def read_target(self, batch: PackedBatch) -> tuple[Positions, Tensor]:
@@ -124,7 +131,7 @@ class HeadObjective(StaticObjective):
         where = positions(
             batch,
             self.depths,
-            uses_teacher(loss),
+            reads_final(loss),
             loss.own_tokens,
             self.step,
             grouped=several,
@@ -147,9 +154,12 @@ class HeadObjective(StaticObjective):
         for a loss that does not read them.
         """
         loss, states, heads = self.loss, self.states, self.depths
-        features_NE = self.kind.features(
-            self.head, states, batch, where, states.select_taps(states_PC)
-        )
+        read_PC = states.select_taps(states_PC)
+        if loss.state_noise:
+            read_PC = read_PC + state_noise(
+                batch, where.kept_P, read_PC, loss.state_noise, (self.seed, self.step)
+            )
+        features_NE = self.kind.features(self.head, states, batch, where, read_PC)
         logits_N = self.kind.chance_logits(self.head, features_NE)
         drafted, first = self._predictions(features_NE, where, self._reference(final_SH, where))
         chances_N = None
@@ -167,8 +177,15 @@ class HeadObjective(StaticObjective):
             total = total + F.binary_cross_entropy_with_logits(
                 widen(logits_N), chances_N, weights_N, reduction="sum"
             )
-        scales_2K = devices.tensor([*where.scales_K] * 2, sums.device, sums.dtype)
-        return total * where.scale, sums * scales_2K
+        total = total * loss.token_weight
+        if loss.state_weight:
+            assert final_SH is not None
+            of_states_N = smooth_l1_rows(features_NE, final_SH[where.targets_N])
+            total = total + loss.state_weight * (weights_N * of_states_N).sum()
+            of_heads_K = sums.new_zeros(heads).index_add(0, where.head_N, of_states_N.detach())
+            sums = torch.cat((sums, of_heads_K))
+        scales = [*where.scales_K] * (len(sums) // heads)
+        return total * where.scale, sums * devices.tensor(scales, sums.device, sums.dtype)
 
     def _predictions(
         self, features_NE: Tensor, where: Positions, against: Against
@@ -203,7 +220,7 @@ class HeadObjective(StaticObjective):
     def _reference(self, final_SH: Tensor | None, where: Positions) -> Against:
         """Return a function from predictions [start, end) to what they learn."""
         labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
-        if final_SH is None:
+        if final_SH is None or not uses_teacher(self.loss):
             return lambda start, end: Reference(labels_N[start:end])
         teacher = Teacher(
             final_SH, self.states.lm_head, teacher_temperature(self.loss), self.head.token_ids_V

@@ -76,6 +76,8 @@ class PredictingHead(Protocol):
     target_depths: int = 0
     # predictions run the layers of `TargetStates.target`
     runs_target: bool = False
+    # the features of a prediction are the target's next state after its final norm, as in EAGLE-1
+    predicts_states: bool = False
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
         """Return the output layers [V, E]: a single one that all depths share, or one per depth."""

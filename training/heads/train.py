@@ -40,6 +40,7 @@ from training.heads.dry_run import describe, dry_run, states_layout
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
+from training.heads.loss_config import reads_final, trained_depths
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.on_policy import OnPolicyRows
@@ -50,7 +51,7 @@ from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.held_out.texts import TextFigures, describe_texts, measure_texts
 from training.job import TargetJob, fit_recorded
-from training.losses.config import describe_loss, uses_teacher
+from training.losses.config import describe_loss
 from training.models.build import dtype_of, load_causal_lm
 from training.models.layers import compile_layers
 from training.models.shapes import sizes_of
@@ -132,7 +133,7 @@ def train(job: HeadJob, run: Run) -> None:
     if not config.head.path:
         kind.start_from_target(head, config.head, target)
     head = head.to(parallel.device, dtype)
-    states = TargetStates(target, taps=kind.taps(shape), final=uses_teacher(config.loss))
+    states = TargetStates(target, taps=kind.taps(shape), final=reads_final(config.loss))
     parallel.place_frozen(target)
     if config.loop.compile and not parallel.shards_state:
         compile_layers(target)
@@ -153,7 +154,7 @@ def train(job: HeadJob, run: Run) -> None:
     drafted = None
     if config.on_policy.share:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
-    objective = HeadObjective(kind, head, states, config.loss, drafted)
+    objective = HeadObjective(kind, head, states, config.loss, drafted, config.seed)
     states.store = make_store(job, target.config, data, parallel.is_main)
     if config.states.fill:
         fill_store(objective, data, parallel)
@@ -260,7 +261,7 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     """Print the sizes of target, head and data, and the plan, before the first step."""
     config, kind, shape = job.config, job.kind, job.shape
     counted = measure(
-        kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype), target.config
+        kind, shape, trained_depths(config.loss), dtype_of(config.loop.dtype), target.config
     )
     describe(kind, shape, target.config, counted)
     print(
