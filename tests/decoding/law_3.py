@@ -18,7 +18,6 @@ from decoding.rounds.settings import Settings
 from eval.statistics.joint_law import P_LIMIT as P_LIMIT  # the tests of the law import it
 from eval.statistics.joint_law import Triple, joint, p_value
 from heads.block.drafter import BlockDrafter
-from heads.eagle.drafter import EagleDrafter
 from tests.support.batched_requests import MANY, decode_in_batches
 from tests.support.many_requests import first_tokens, without_collector
 from tests.support.tiny_targets import TableTarget, five_words
@@ -48,10 +47,7 @@ def target_table() -> TableTarget:
 def target_of(drafter: Drafter | None) -> Target:
     """Return the 5-symbol target for a drafter: one with layers if it runs them, else a table."""
     inner = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
-    has_layers = isinstance(inner, TargetViewDrafter | BlockDrafter)
-    if isinstance(inner, EagleDrafter):
-        has_layers = inner.config.predicts_states
-    return five_words() if has_layers else target_table()
+    return five_words() if isinstance(inner, TargetViewDrafter | BlockDrafter) else target_table()
 
 
 def drafter_of(name: str) -> Drafter | None:

@@ -1,4 +1,4 @@
-"""Rows of EAGLE-3, EAGLE-1 and P-EAGLE heads: random ones, and ones that know or fit a target's texts."""
+"""Rows of EAGLE heads: random ones, and ones that know or fit a target's texts."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,6 @@ from heads.eagle.parallel import ParallelEagleDrafter
 from tests.decoding.row_kinds.kit import DrafterRow, Kit, draft_table
 from tests.support.block_heads import after_each
 from tests.support.parallel_eagle import knowing_head
-from tests.support.tiny_targets import five_words
 
 
 def random_eagle(target: Target, scale: float = 1.0, **fields: object) -> EagleHead:
@@ -155,13 +154,13 @@ ROWS = [
         "eagle1",
         make=lambda kit: first_of(kit, frontier=3, max_nodes=10),
         rules=("greedy", "token", "coupled"),
-        table=lambda: EagleDrafter(head=random_first(five_words()), frontier=3, max_nodes=10),
+        table=lambda: EagleDrafter(head=random_first(draft_table()), frontier=3, max_nodes=10),
     ),
     DrafterRow(
         "eagle1_chain",
         make=lambda kit: first_of(kit, shape="chain"),
         rules=("greedy", "token", "block", "coupled"),
-        table=lambda: EagleDrafter(head=random_first(five_words()), shape="chain"),
+        table=lambda: EagleDrafter(head=random_first(draft_table()), shape="chain"),
         slow=True,
     ),
     DrafterRow(
