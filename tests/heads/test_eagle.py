@@ -30,7 +30,7 @@ from heads.eagle.checkpoint import load_head
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.drafts import Drafts
 from heads.eagle.kind import KIND
-from heads.eagle.layouts import SERVED, SERVED_PARALLEL
+from heads.eagle.layouts import SERVED, SERVED_FIRST, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
 from tests.decoding.row_kinds.eagle import random_eagle
 from tests.heads import law_6
@@ -66,6 +66,7 @@ def random_head(**fields: Any) -> EagleHead:
 def save(head: EagleHead, folder: Path, **changes: Any) -> Path:
     """Save a head, with changes of its config.json."""
     layout = SERVED_PARALLEL if head.config.parallel else SERVED
+    layout = SERVED_FIRST if head.config.predicts_states else layout
     checkpoint.save_head(layout, head.config, head, folder)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

@@ -31,6 +31,7 @@ AS_PUBLISHED = {"fc_norm": False, "norm_output": False}
 HELD: list[tuple[str, str, dict[str, Any]]] = [
     ("served", "eagle3 with a normalized residual", {}),
     ("served", "p_eagle with a draft vocabulary", {}),
+    ("served", "eagle1 with a bias", LLAMA3),
     ("specforge", PLAIN, LLAMA3),
     ("specforge", "eagle3 with a draft vocabulary", AS_PUBLISHED),
     ("modelopt", PLAIN, AS_PUBLISHED),
@@ -366,6 +367,7 @@ def test_other_copies_than_the_targets_tensors_are_refused(tmp_path: Path) -> No
         (PLAIN, {"taps": (3, 1)}, "speculators", r"taps are \[3, 1\], expected rising layers"),
         ("medusa", {"shared": True}, "original", "shared is true, expected false"),
         ("p_eagle", {}, "specforge", "layout 'specforge' is unknown, expected one of served"),
+        ("eagle1", {}, "modelopt", "layout 'modelopt' is unknown, expected one of served"),
         ("recurrent", {}, "served", "has no published layout"),
         ("jetspec", {}, "speculators", "in_block_mask is causal, expected bidirectional"),
         ("domino", {}, "speculators", "correction is gru, expected one of none, markov, selector"),

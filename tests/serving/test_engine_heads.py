@@ -90,11 +90,15 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
         (block(denoising_steps=2), "drafts in one pass, and the head fills its blocks in several"),
         (block(taps=(0,)), "how it numbers the embedding, which the head reads, is not known"),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
+        (
+            EagleDrafter(head=eagle_head(predicts_states=True, fc_norm=False)),
+            "its method `eagle` was not run with EAGLE-1 heads yet",
+        ),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
     ],
     ids=[
         *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
-        *("denoising", "embedding", "last layer", "order of layers"),
+        *("denoising", "embedding", "last layer", "eagle1", "order of layers"),
     ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
