@@ -226,5 +226,5 @@ FIRST_CONTRACT = Contract(
     layout_of,
     (Server("vLLM 0.32", assumed={"fc_bias": False}), Server("SGLang 0.5.23")),
     READ_AS,
-    frozenset({EMBEDDING}),
+    frozenset({EMBEDDING_COPY}),
 )
