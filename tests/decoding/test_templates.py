@@ -52,6 +52,13 @@ BAD = {
 
 TEXT, NUMBER = "a string or list of more than 16,000,000 ", "a whole number of more than 8,192 bits"
 LONG = "'x' | center(9000000)"
+# items that share their memory: without limits, this list is written as 10 million characters
+LISTS = "{% set a = [['x' * 1000] * 1000] * 9 %}"
+# each step doubles the text, but not the memory
+GROWING = (
+    "{{% set n = namespace(v=['xx']) %}}{{%for i in range(23)%}}{{%set n.v = {} %}}{{%endfor%}}"
+    "{{{{ n.v }}}}"
+)
 LARGE = {
     "{{ 9**(9**9) }}": NUMBER,
     "{% set n = namespace(v=3) %}{%for i in range(40)%}{%set n.v = n.v * n.v%}{%endfor%}": NUMBER,
@@ -88,6 +95,18 @@ LARGE = {
     "{{ '{:1000000000}'.format(1) }}": TEXT,
     "{{ '{:{}}'.format(1, 1000000000) }}": TEXT,
     "{{ '{a:1000000000}'.format_map({'a': 1}) }}": TEXT,
+    "{{ [['x' * 1000] * 1000] * 20 }}": TEXT,
+    "{{ ([('x' * 1000,)] * 9000) + ([('x' * 1000,)] * 9000) }}": TEXT,
+    GROWING.format("[n.v, n.v]"): TEXT,
+    GROWING.format("(n.v, n.v)"): TEXT,
+    GROWING.format("{1: n.v, 2: n.v}"): TEXT,
+    GROWING.format("dict(a=n.v, b=n.v)"): TEXT,
+    GROWING.format("namespace(a=n.v, b=n.v)"): TEXT,
+    f"{LISTS}{{{{ a ~ a }}}}": TEXT,
+    f"{LISTS}{{{{ '%s%s' % (a, a) }}}}": TEXT,
+    f"{LISTS}{{{{ [1] | batch(9, a) | list }}}}": TEXT,
+    f"{LISTS}{{{{ [1, 2] | map(attribute='x', default=a) | join }}}}": TEXT,
+    f"{LISTS}{{{{ [1, 2] | map(attribute='x', default=a) | list }}}}": TEXT,
     f"{{% set a = {LONG} %}}{{{{ [a, a] | join }}}}": TEXT,
     f"{{% set a = {LONG} %}}{{{{ '{{0}}{{0}}'.format(a) }}}}": TEXT,
     f"{{% set a = {LONG} %}}{{{{ '%s%s' % (a, a) }}}}": TEXT,
@@ -95,6 +114,9 @@ LARGE = {
 ORDINARY = {
     "{{ 2**10 * 3 % 7 + 1.5 }}": "7.5",
     "{{ '-' * 3 + 'a' ~ 1 ~ [2] }}": "---a1[2]",
+    "{% for a, b in [(1, [2]), (3, {4: 5})] %}{{ a }}{{ b }}{% endfor %}": "1[2]3{4: 5}",
+    "{% set a, (b, c) = 1, (2, 3) %}{{ (c, b, a) | list }}{{ 'ab' | list }}": "[3, 2, 1]['a', 'b']",
+    "{{ dict(a=1).items() | list }}{{ [[1], [1]] == [[1]] * 2 }}": "[('a', 1)]True",
     "{{ [0] * 2 + [1] }}": "[0, 0, 1]",
     "{{ '%5.1f|%-3s|%(a)s' % {'a': 1} if false else '%5.1f|%-3s|' % (1, 'b') }}": "  1.0|b  |",
     "{{ '%s and %d%%' | format('a', 5) }}": "a and 5%",
@@ -209,6 +231,26 @@ def test_rendered_chats_equal_those_of_transformers(tokenizer: PreTrainedTokeniz
     for prompt in (True, False):
         plain = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
         assert render(tokenizer, CHAT, add_generation_prompt=prompt) == plain
+
+
+def test_text_that_cannot_be_encoded_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"writes half a surrogate pair \('.ud83d'\), expected"):
+        render(tokenizer, CHAT, "{{ '\\ud83d' }}{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(
+    "read", [lambda one: render(one, CHAT), lambda one: render_chat(one, CHAT)]
+)
+def test_one_of_several_templates_is_the_default(read: Callable[..., object]) -> None:
+    tokenizer = load_tokenizer(ASSETS)
+    source = str(tokenizer.chat_template)
+    tokenizer.chat_template = {"default": source, "rag": "x"}
+    expected = read(tokenizer)
+    tokenizer.chat_template = source
+    assert str(read(tokenizer)) == str(expected)
+    tokenizer.chat_template = {"tool_use": source, "rag": "x"}
+    with pytest.raises(UserError, match="the chat templates 'tool_use', 'rag', expected one named"):
+        read(tokenizer)
 
 
 def test_a_templates_rejection_is_reported() -> None:

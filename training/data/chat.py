@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.models.text.templates import default_template
 from decoding.values import check_choice
 from training.data.answer_spans import (
     CLOSE,
@@ -236,7 +237,7 @@ def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
             f"{tokenizer.name_or_path}: the tokenizer has no chat template. Choose one of ours "
             f"(data.template=...): {', '.join(TEMPLATES)}"
         )
-    return tokenizer.get_chat_template()
+    return default_template(tokenizer)
 
 
 def _check(messages: list[Message], source: str) -> None:

@@ -1,12 +1,14 @@
 """Compilation of chat templates with limits on the sizes of results and of the output.
 
 A thread cannot be interrupted within a long operation (`'x' * 10**10`), so a result's size is
-computed before the result.
+computed before the result. The size of a list includes its items, also repeated ones: they share
+their memory, but not the text that is written for them.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, wraps
+from itertools import chain
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -16,6 +18,7 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
 from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
 MAX_CHARACTERS = 16_000_000
@@ -47,7 +50,7 @@ def compile_bounded(source: str) -> Template:
     environment.concat = _join
     for name, size in _FILTERS.items():
         environment.filters[name] = _bounded(environment.filters[name], size)
-    environment.filters |= {"join": _join_filter, "sum": _sum_filter}
+    environment.filters |= {"join": _join_filter, "list": _list_filter, "sum": _sum_filter}
     template: Template = environment.from_string(source)
     return template
 
@@ -61,7 +64,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return an operator's result; raise TooLargeError if it would be too large."""
         if operator == "+":
             if isinstance(left, _SEQUENCE) and isinstance(right, _SEQUENCE):
-                _check(len(left) + len(right))
+                _check(_size(left) + _size(right))
         elif operator == "%":
             if isinstance(left, str | bytes):
                 _check(_size_of_percent(left, right))
@@ -74,7 +77,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for repeated, count in ((left, right), (right, left)):
                 if isinstance(repeated, _SEQUENCE):
-                    _check(len(repeated) * _as_int(count))
+                    _check(_size(repeated) * _as_int(count))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 does
@@ -85,7 +88,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
                 args = tuple(_counted(pieces, len(owner)) for pieces in args)
             elif isinstance(owner, (str, bytes, int)) and (size := _METHODS.get(__obj.__name__)):
                 _check(size(owner, *args, **kwargs))
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self.bounded(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return a `str.format` method with limits on its fields, and None for other values."""
@@ -105,12 +108,17 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def check_pieces(self, pieces: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the pieces that `~` joins; raise TooLargeError if they are too long together."""
-        _check(sum(len(piece) for piece in pieces if isinstance(piece, str)))
+        _check(sum(map(_size, pieces)))
         return pieces
+
+    def bounded(self, value: Any) -> Any:
+        """Return a value; raise TooLargeError for a list or mapping that is too large."""
+        _check(_size(value))
+        return value
 
 
 class _CodeGenerator(CodeGenerator):
-    """A compiler that limits `~`, which the sandbox does not intercept."""
+    """A compiler that limits `~`, lists and mappings, which the sandbox does not intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write(
@@ -120,6 +128,23 @@ class _CodeGenerator(CodeGenerator):
             self.visit(piece, frame)
             self.write(", ")
         self.write(")))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._write_bounded(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._write_bounded(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._write_bounded(super().visit_Tuple, node, frame)
+        else:  # the targets of an assignment
+            super().visit_Tuple(node, frame)
+
+    def _write_bounded(self, visit: Callable[..., None], node: nodes.Expr, frame: Frame) -> None:
+        self.write("environment.bounded(")
+        visit(node, frame)
+        self.write(")")
 
 
 class _Formatter(SandboxedFormatter):
@@ -154,6 +179,28 @@ def _check(size: int) -> None:
             f"computes a string or list of more than {MAX_CHARACTERS:,} characters or items in one "
             f"operation"
         )
+
+
+def _size(value: Any, known: dict[int, int] | None = None) -> int:
+    """Return the number of characters and items in a value, each as often as it is written.
+
+    known: the sizes of the containers found so far by identity, so that each is counted once.
+    """
+    if isinstance(value, str | bytes):
+        return len(value)
+    parts: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, dict):
+        parts = chain.from_iterable(value.items())
+    elif isinstance(value, Namespace):
+        parts = (value._Namespace__attrs,)
+    else:
+        return 1
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
@@ -196,7 +243,7 @@ def _size_of_percent(form: Any, values: Any) -> int:
     size = sum(_number(width) for width in widths if width != "*")
     if "*" in widths:
         size += sum(abs(_as_int(item)) for item in items)
-    longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
+    longest = max(map(_size, items), default=0)
     return size + len(text) + text.count("%") * longest
 
 
@@ -230,6 +277,10 @@ def _join_filter(
     return FILTERS["join"](context, _counted(value, _length(d)), d)
 
 
+def _list_filter(value: Any) -> list[Any]:
+    return list(value if isinstance(value, str) else _counted(value, 0))
+
+
 @pass_environment
 def _sum_filter(
     environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
@@ -246,14 +297,14 @@ def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
     """
     size = 0
     for piece in pieces:
-        size += each + (len(piece) if isinstance(piece, _SEQUENCE) else 1)
+        size += each + max(_size(piece), 1)
         _check(size)
         yield piece
 
 
 _FILTERS: dict[str, Size] = {
     "batch": lambda value, linecount=0, fill_with=None: (
-        0 if fill_with is None else _as_int(linecount)
+        0 if fill_with is None else _as_int(linecount) * _size(fill_with)
     ),
     "center": lambda value, width=80: _as_int(width),
     "format": lambda value, *args, **kwargs: _size_of_percent(str(value), kwargs or args),

@@ -20,6 +20,7 @@ from transformers.utils import chat_template_utils
 
 from decoding.errors import UserError
 from decoding.models.text.template_sandbox import TooLargeError, compile_bounded
+from decoding.values import lone_surrogate
 
 MAX_SECONDS = 5.0  # CPU time of the rendering thread
 _CHECK_SECONDS = 0.25  # between two checks by the watching thread
@@ -57,7 +58,7 @@ def render(
     jinja2.TemplateError if the template is not valid Jinja or itself rejects the messages.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-    source = tokenizer.get_chat_template() if source is None else source
+    source = default_template(tokenizer) if source is None else source
 
     def apply() -> Any:
         _here.rendering = True
@@ -72,7 +73,7 @@ def render(
             _here.rendering = False
 
     try:
-        return str(_watch.run(apply, MAX_SECONDS))
+        text = str(_watch.run(apply, MAX_SECONDS))
     except (_TooLongError, TooLargeError) as error:
         raise UserError(f"{where} {error}, expected less. Correct the template.") from None
     except (*_FAILURES, RecursionError, MemoryError) as error:
@@ -80,6 +81,27 @@ def render(
         raise UserError(
             f"{where} fails on this chat ({reason}), expected a string. Correct the template."
         ) from error
+    at = lone_surrogate(text)
+    if at is not None:
+        raise UserError(
+            f"{where} writes half a surrogate pair ({text[at]!a}), expected text that UTF-8 can "
+            f"encode. Correct the template."
+        )
+    return text
+
+
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a tokenizer's chat template; of several by name, the one named `default`.
+
+    Raises UserError if none of several templates has that name.
+    """
+    found = tokenizer.chat_template
+    if isinstance(found, dict) and "default" not in found:
+        raise UserError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has the chat templates "
+            f"{', '.join(map(repr, found))}, expected one named 'default'. Rename the one to use."
+        )
+    return str(tokenizer.get_chat_template())
 
 
 def _seconds_of(thread: int) -> float:
