@@ -17,10 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from decoding.errors import UserError
+from decoding.values import is_text, quote
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CARD = "drafter_card.json"
+_LONGEST_NAME = 255  # of a file
 Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
@@ -144,10 +146,10 @@ def weight_files(folder: str | Path, weights: str = WEIGHTS) -> list[Path]:
                 f"the index again."
             )
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or not name or "\0" in name or _leads_outside(name):
+            if not _is_inside(name):
                 raise UserError(
-                    f"{folder / INDEX}: weight_map assigns '{tensor}' to {name!r}, expected the "
-                    f"name of a file in the folder. Download the index again."
+                    f"{folder / INDEX}: weight_map assigns {quote(tensor)} to {quote(name)}, "
+                    f"expected the name of a file in the folder. Download the index again."
                 )
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
@@ -159,13 +161,15 @@ def weight_files(folder: str | Path, weights: str = WEIGHTS) -> list[Path]:
     return files
 
 
-def _leads_outside(name: str) -> bool:
-    """Return whether a relative path leads outside its folder.
+def _is_inside(name: Any) -> bool:
+    """Return whether a value can be the relative path of a file inside a folder.
 
     Links are allowed, since the Hub's cache consists of them.
     """
+    if not is_text(name) or not name or "\0" in name or len(name) > _LONGEST_NAME:
+        return False
     path = PurePosixPath(name.replace("\\", "/"))
-    return path.is_absolute() or ".." in path.parts or ":" in name
+    return not path.is_absolute() and ".." not in path.parts and ":" not in name
 
 
 def _missing_weights(folder: Path, file: Path) -> str:

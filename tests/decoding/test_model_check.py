@@ -469,6 +469,8 @@ def right(names: list[str]) -> dict[str, Any]:
         ("..\\model.safetensors", "expected the name of a file in the folder"),
         ("C:\\model.safetensors", "expected the name of a file in the folder"),
         ("a\0b", "expected the name of a file in the folder"),
+        ("a" * 5000, "to 'a{50,60}[.]{3}, expected the name of a file in the folder"),
+        ("\ud800", r"to '.ud800', expected the name of a file in the folder"),
         ("", "expected the name of a file in the folder"),
         (3, "to 3, expected the name of a file in the folder"),
         (None, "to None, expected the name of a file in the folder"),

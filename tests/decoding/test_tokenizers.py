@@ -212,6 +212,10 @@ def test_unrepairable_tokenizers_are_refused(
         (llama_tokenizer / "tokenizer.model").read_bytes()[:-100]
     )
     assert "tokenizer.model is not a SentencePiece model" in refusal(damaged)
+    (damaged / "tokenizer.model").write_bytes(b"")
+    assert "is not a SentencePiece model (it holds no pieces)" in refusal(damaged)
+    (damaged / "tokenizer.json").write_text("[" * 10**5)
+    assert "tokenizer.json cannot be read as JSON (maximum recursion" in refusal(damaged)
 
     empty = build("empty", "model", {**VICUNA, "bos_token": "", "eos_token": "", "unk_token": ""})
     assert "special tokens are empty strings" in refusal(empty)

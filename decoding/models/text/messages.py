@@ -27,12 +27,16 @@ def prompt_ids(
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
         return list(tokenizer(prompt)["input_ids"])
-    if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
+    try:
+        is_sequence = not isinstance(prompt, bytes | bytearray | Mapping | Set)
+        parts: list[Any] | None = list(prompt) if is_sequence else None
+    except TypeError:  # a value that is not iterable, such as an array without dimensions
+        parts = None
+    if parts is None:
         raise UserError(
             f"the prompt is {quote(prompt)}, expected a string, a list of messages such as "
             f"{{'role': 'user', 'content': '...'}}, or a list of token ids."
         )
-    parts: list[Any] = list(prompt)
     if not parts:
         raise UserError(
             "the prompt is empty, expected at least one character, message or token id."

@@ -40,6 +40,8 @@ class SentencePieces:
         """
         try:
             self.proto = _ModelProto.FromString(model)
+            if not self.proto.pieces:
+                raise ValueError("it holds no pieces")
             self._decoder = self._encoder = SentencePieceProcessor(model_proto=model)
         except (DecodeError, RuntimeError) as error:
             raise ValueError(str(error)) from error

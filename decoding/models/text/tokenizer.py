@@ -121,6 +121,7 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except RecursionError as error:  # the first LLaMA folders on the Hub
+        _refuse_damaged(folder, trust_remote_code)
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded, since its special tokens are empty "
             f"strings. Write bos_token <s>, eos_token </s> and unk_token <unk> into {SETTINGS}."
