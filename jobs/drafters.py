@@ -7,7 +7,7 @@ An entry is a folder, a name in the registry or in conf/drafter, or a mapping wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -26,6 +26,7 @@ from decoding.drafters.build import (
     with_target_settings,
 )
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.options import check_options
 from decoding.drafters.registry import DRAFTERS, TRAINED, drafter_of, head_of, imported
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
@@ -45,6 +46,8 @@ CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 # class of a chain drafter whose schedule runs it at the same time as the target
 WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
 CONF = data_folder("conf") / "drafter"
+# dotted names of the classes whose options have the meaning of decoding/drafters/options.py
+_OURS = {WORKER, *(entry.kind for entry in DRAFTERS.values())}
 
 
 def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
@@ -88,7 +91,7 @@ def describe(
                 f"mapping: drafters=[{{use: {mapping.get('folder', 'NAME')}, name: another}}]."
             )
         found[name] = {**mapping, "name": name}
-        _check_keys(name, mapping, [_find_class(name, mapping)])
+        _check_options(name, found[name], [_find_class(name, mapping)])
     if not found:
         raise UserError(
             "drafters is empty and the control is off. Name at least one drafter, such as "
@@ -163,22 +166,28 @@ def check_entries(entries: Sequence[Any]) -> None:
             known = [drafter_of(use)] if Path(use).exists() else ["chain", *TRAINED]
             mappings = [_class_and_options(kind) for kind in known]
         kinds = [_find_class(name, mapping) for mapping in mappings]
-        _check_keys(name, [key for key in entry if key != "use"], kinds)
+        given = {key: value for key, value in entry.items() if key not in ("use", "folder")}
+        _check_options(name, {**given, "name": name}, kinds)
         DrafterUse(**{key: entry[key] for key in USE if key in entry})
         if entry.get("lookup") is not None:
             check_lookup_before(kinds[0])
 
 
-def _check_keys(name: str, keys: Iterable[str], kinds: Sequence[type]) -> None:
-    """Raise UserError for a key that neither the decoding loop nor any of the classes accepts."""
+def _check_options(name: str, options: Mapping[str, Any], kinds: Sequence[type]) -> None:
+    """Raise UserError for an option that neither the decoding loop nor any of the classes accepts.
+
+    Values are checked too, except those of classes outside of the registry.
+    """
     # Some schedules move a chain drafter into a worker.
     kinds = [*kinds, RemoteChain] if ChainDrafter in kinds else kinds
     accepted = [options_of(kind) for kind in kinds]
     if accepted[0] is not None:
         known = {*USE}.union(*(options or () for options in accepted))
         refuse_unknown(
-            f"drafters: {name}", kinds[0], [key for key in keys if key != "_target_"], known
+            f"drafters: {name}", kinds[0], [key for key in options if key != "_target_"], known
         )
+    if f"{kinds[0].__module__}.{kinds[0].__qualname__}" in _OURS:
+        check_options(f"drafters: {name}", options)
 
 
 def _find_class(name: str, mapping: Mapping[str, Any]) -> type:

@@ -11,6 +11,7 @@ import torch
 
 from decoding.devices import device_of
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.options import check_options
 from decoding.drafters.registry import (
     AUTO,
     DRAFTERS,
@@ -114,7 +115,8 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
     """Return the class and options of the drafter that a user asks for, without loading weights.
 
     asked: a name, a folder, or a mapping {"use": name or folder, option: value}. Raises UserError
-    for any other value, an unknown or missing option, and a folder without a valid config.json.
+    for any other value, an unknown, missing or invalid option, and a folder without a valid
+    config.json.
     """
     given = dict(asked) if isinstance(asked, Mapping) else {"use": asked}
     use = given.pop("use", None)
@@ -136,12 +138,8 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
             f"drafter '{use}' has no {entry.needs}, which is required. Use a mapping, "
             f"{{'use': '{name}', '{entry.needs}': ...}}."
         )
+    check_options(f"drafter '{use}'", given)
     if "folder" in options:
-        if not isinstance(options["folder"], str | Path):
-            raise UserError(
-                f"drafter '{use}': folder is {quote(options['folder'])}, expected a path. Set the "
-                f"path of a model folder."
-            )
         options["folder"] = _local(options["folder"])
         if not head_of(options["folder"]):
             read_config(options["folder"])
