@@ -155,13 +155,15 @@ class PruneContext:
         with closing(Tracker(folder, config, "", plain(self.config))) as tracker:
             yield tracker
 
-    def cached(self, file: Path, compute: Callable[[], Any]) -> Any:
-        """Return the JSON value in a file; if the file is missing, compute and write the value.
+    def cached(
+        self, file: Path, compute: Callable[[], Any], is_valid: Callable[[Any], bool]
+    ) -> Any:
+        """Return the JSON value in a file; compute and write it if it is missing or damaged.
 
         All ranks must call this method. They compute together and get the value of rank 0.
         """
         here = self.parallel.is_main and file.is_file()
-        found = self.parallel.broadcast(json.loads(file.read_text()) if here else None)
+        found = self.parallel.broadcast(_read_valid(file, is_valid) if here else None)
         if found is None:
             found = self.parallel.broadcast(compute())
             if self.parallel.is_main:
@@ -215,3 +217,15 @@ class PruneContext:
         read = torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
         self.flops[title] += forward_flops(self.teacher.config) * float(self.parallel.sum(read))
         return progress
+
+
+def _read_valid(file: Path, is_valid: Callable[[Any], bool]) -> Any:
+    """Return the JSON value in a file; None for a damaged one, which a note reports."""
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        found = None
+    if is_valid(found):
+        return found
+    print(f"{file} is damaged: computing its content again")
+    return None

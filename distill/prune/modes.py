@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from decoding.models.folder import hash_input
+from decoding.values import is_number
 from distill.prune.context import PruneContext, SourceModel
 from distill.prune.cut import Cut, cut_model
 from distill.prune.importance import (
@@ -171,7 +172,14 @@ def _compare_as_cut(
                 print(f"probe: {name} {chosen} acceptance {found[name]:.3f} as cut")
         return found
 
-    return dict(context.cached(file, compare))
+    def is_valid(found: Any) -> bool:
+        return (
+            isinstance(found, dict)
+            and found.keys() == proposed.keys()
+            and all(map(is_number, found.values()))
+        )
+
+    return dict(context.cached(file, compare, is_valid))
 
 
 def _probe(context: PruneContext, student: Any, name: str, folder: Path) -> float:
@@ -181,7 +189,7 @@ def _probe(context: PruneContext, student: Any, name: str, folder: Path) -> floa
     def distil() -> float:
         return context.distil(f"probe {name}", student, loop, folder).best["acceptance"]
 
-    found = float(context.cached(folder / "acceptance.json", distil))
+    found = float(context.cached(folder / "acceptance.json", distil, is_number))
     if context.parallel.is_main:
         print(f"probe: {name} acceptance {found:.3f} after {loop.max_steps} steps")
         # Checkpoints of large students fill the disk.

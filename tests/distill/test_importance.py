@@ -1,6 +1,7 @@
 """Test importance scores, their cuts, and the choice of layers."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import jobs.files
+from decoding.values import is_number
+from distill.prune.context import PruneContext
 from distill.prune.cut import cut_model, keep_layers
 from distill.prune.importance import (
     ImportanceScores,
@@ -323,3 +326,20 @@ def test_two_runs_may_write_the_same_scores_at_once(
     write_scores(path, scores, {})
     assert read_scores(path) is not None
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "no temporary file is left"
+
+
+def test_damaged_values_of_a_probe_are_computed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank: Any = SimpleNamespace(is_main=True, broadcast=lambda value: value)
+    config: Any = SimpleNamespace(cache_mb=0)
+    context = PruneContext(config, None, {}, [], rank)
+    file = tmp_path / "probe" / "acceptance.json"
+    assert context.cached(file, lambda: 0.5, is_number) == 0.5
+    assert context.cached(file, lambda: 0.6, is_number) == 0.5
+    assert capsys.readouterr().out == ""
+    for damaged in ("", "0.", "[0.5]", "{}", "null", "NaN", "[" * 10**5, "\x00"):
+        file.write_text(damaged)
+        assert context.cached(file, lambda: 0.7, is_number) == 0.7
+        assert f"{file} is damaged" in capsys.readouterr().out
+        assert json.loads(file.read_text()) == 0.7
