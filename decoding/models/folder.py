@@ -46,7 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}, line {error.lineno} is not valid JSON ({error.msg}). Copy or download the "
             f"file again."
         ) from error
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+    # a ValueError is text in another encoding, or a number of more digits than Python converts
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read as JSON ({error}). Check its permissions, or copy the file "
             f"again."

@@ -190,7 +190,7 @@ def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
     """
     try:
         listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"benchmark.ids={cfg.ids} cannot be read ({error}). Expected a JSON list of prompt ids."
         ) from error
@@ -201,7 +201,7 @@ def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
             f"{ids!r:.40}."
         )
     by_id = {prompt.id: prompt for prompt in prompts}
-    missing = [one for one in ids if one not in by_id]
+    missing = [one for one in ids if not isinstance(one, str) or one not in by_id]
     if missing:
         raise UserError(
             f"{cfg.ids}: {len(missing)} of {len(ids)} ids are not in {cfg.path}; the first is "

@@ -425,6 +425,7 @@ def test_a_configuration_is_checked_before_the_tokenizer_is_loaded(
     ("name", "text", "message"),
     [
         ("tokenizer_config.json", "[1]", "holds a list, expected a JSON object"),
+        ("config.json", '{"x": ' + "9" * 5000 + "}", "cannot be read as JSON .Exceeds the limit"),
         ("tokenizer.json", "[1]", "holds a list, expected a JSON object"),
         ("tokenizer.json", '{"model": {"type": "Magic"}}', "cannot be read as a tokenizer"),
     ],

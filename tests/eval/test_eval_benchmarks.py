@@ -175,6 +175,12 @@ def test_ids_select_prompts_in_their_order(tmp_path):
     listed.write_text('["p7", "q1"]')
     with pytest.raises(UserError, match="1 of 2 ids are not in .*; the first is 'q1'"):
         load(path, ids=str(listed))
+    listed.write_text('[["p7"], "p2"]')
+    with pytest.raises(UserError, match=r"1 of 2 ids are not in .*; the first is \['p7'\]"):
+        load(path, ids=str(listed))
+    listed.write_text("[" * 10**5)
+    with pytest.raises(UserError, match="cannot be read .maximum recursion depth"):
+        load(path, ids=str(listed))
     listed.write_text("{}")
     with pytest.raises(UserError, match="expected a JSON list of one or more prompt ids"):
         load(path, ids=str(listed))

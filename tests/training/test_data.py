@@ -311,12 +311,32 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
         read_chats(broken)
 
 
+def test_prompts_have_unique_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    ids: list[Any] = ["a", "b", "a", "a (2)", "a", None, None]
+    path.write_text(
+        "".join(json.dumps({"id": id, "prompt": f"p{n}"}) + "\n" for n, id in enumerate(ids))
+    )
+    prompts = read_prompts(path)
+    assert [prompt.id for prompt in prompts] == [
+        *("a", "b", "a (2)", "a (2) (2)", "a (3)", f"{path}:6", f"{path}:7")
+    ]
+    assert [prompt.turns for prompt in prompts] == [[f"p{n}"] for n in range(7)]
+    assert "3 have the id of an earlier one and were numbered, such as 'a (2)'" in (
+        capsys.readouterr().err
+    )
+    path.write_text("".join(json.dumps({"id": n, "prompt": "p"}) + "\n" for n in range(3)))
+    assert [prompt.id for prompt in read_prompts(path)] == ["0", "1", "2"]
+    assert capsys.readouterr().err == ""
+
+
 CUT = json.dumps(
     {"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "x"}]}
 )
 MALFORMED_RECORDS = {
     "half a character": CUT,
     "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number of too many digits": '{"id": ' + "9" * 10_000 + "}",
     "a role is a list, expected a string": json.dumps(
         {"conversations": [{"from": ["gpt"], "value": "x"}]}
     ),

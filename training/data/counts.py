@@ -8,6 +8,7 @@ from jobs import ranks
 
 SHOWN_PLACES = 5
 TOO_DEEP = "values nested too deeply"
+TOO_MANY_DIGITS = "a number of too many digits"  # for Python, which converts some thousand
 NOT_UTF8 = "not UTF-8"
 CONVERT = "Convert a file of another encoding, such as with iconv -f LATIN1 -t UTF-8 FILE"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from decoding.errors import UserError
-from training.data.counts import CONVERT, TOO_DEEP, BadRecordError
+from training.data.counts import CONVERT, TOO_DEEP, TOO_MANY_DIGITS, BadRecordError
 
 CHUNK_BYTES = 2**20
 # The end of a window causes errors at most this close to it: the longest token, "-Infinity", has 9
@@ -141,7 +141,7 @@ def _decode_element(text: str, place: int) -> tuple[Any, int]:
     except RecursionError:
         reason = TOO_DEEP
     except ValueError:
-        reason = "a number of too many digits"
+        reason = TOO_MANY_DIGITS
     return BadRecordError(reason), _find_value_end(text, place)
 
 

@@ -10,7 +10,8 @@ named in a note on stderr; too many are an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from decoding.errors import UserError
 from decoding.values import lone_surrogate
 from jobs.run_files import json_kind
 from training.data.chat import Encoded, render_batch
-from training.data.counts import TOO_DEEP, BadRecordError, Counts
+from training.data.counts import TOO_DEEP, BadRecordError, Counts, print_note
 from training.data.records import (
     TABLES,
     TEXT_FILES,
@@ -93,14 +94,36 @@ def iterate_chats(paths: Paths, counts: Counts) -> Iterator[Chat]:
 def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
     """Read evaluation prompts of any format.
 
-    A chat becomes one prompt: its system turn, if any, and its first user turn. Raises UserError
-    under the conditions of `read_chats`.
+    A chat becomes one prompt: its system turn, if any, and its first user turn. Ids are unique: a
+    repeated one gets a number, which a note reports. Raises UserError under the conditions of
+    `read_chats`.
     """
     expected = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
     counts = Counts()
     prompts = list(_parse(find_files(paths, (".jsonl", ".json")), _parse_prompt, expected, counts))
     counts.check("prompts", expected, max_bad)
-    return prompts
+    return _with_unique_ids(prompts)
+
+
+def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """Return the prompts; each id that an earlier prompt has gets the first free number."""
+    found: dict[str, Prompt] = {}
+    renamed = []
+    for prompt in prompts:
+        free = prompt.id
+        for number in count(2):
+            if free not in found:
+                break
+            free = f"{prompt.id} ({number})"
+        if free != prompt.id:
+            renamed.append(free)
+        found[free] = replace(prompt, id=free)
+    if renamed:
+        print_note(
+            f"prompts: {len(renamed):,} have the id of an earlier one and were numbered, such as "
+            f"{renamed[0]!r}"
+        )
+    return list(found.values())
 
 
 def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
@@ -232,7 +255,8 @@ def _parse_prompt(record: dict[str, Any], place: str) -> Prompt:
         raise BadRecordError(f"{key} is not a {'list of strings' if key == 'turns' else 'string'}")
     if not all(turn.strip() for turn in turns):
         raise BadRecordError("a turn is empty")
-    number = next((record[name] for name in NUMBER_KEYS if name in record), place)
+    numbers = (record[name] for name in NUMBER_KEYS if record.get(name) is not None)
+    number = next(numbers, place)
     category = str(record.get("category", "none"))
     return Prompt(_check_text(str(number)), _check_text(category), [*map(_check_text, turns)])
 

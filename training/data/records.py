@@ -10,7 +10,13 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
-from training.data.counts import CONVERT, NOT_UTF8, TOO_DEEP, BadRecordError
+from training.data.counts import (
+    CONVERT,
+    NOT_UTF8,
+    TOO_DEEP,
+    TOO_MANY_DIGITS,
+    BadRecordError,
+)
 from training.data.hugging_face import HuggingFaceSource
 from training.data.json_array import read_array
 
@@ -141,3 +147,5 @@ def _decode(line: bytes) -> Any:
         return BadRecordError("not JSON")
     except RecursionError:
         return BadRecordError(TOO_DEEP)
+    except ValueError:
+        return BadRecordError(TOO_MANY_DIGITS)
