@@ -191,13 +191,16 @@ def _check_options(name: str, options: Mapping[str, Any], kinds: Sequence[type])
 
 
 def _find_class(name: str, mapping: Mapping[str, Any]) -> type:
-    """Import the class that a mapping names. Raises UserError if the import fails."""
+    """Import the class that a mapping names. Raises UserError if that fails."""
     try:
-        return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
+        found = imported(str(mapping["_target_"]))
+        if not isinstance(found, type):
+            raise ImportError(f"it is a {type(found).__name__}")
     except ImportError as error:
         raise UserError(
             f"drafters: the class {mapping['_target_']} of {name} cannot be imported: {error}"
         ) from error
+    return found
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: DrafterUse) -> dict[str, DrafterUse]:

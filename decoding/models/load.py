@@ -110,8 +110,11 @@ def choose_execution(
 
     It is graph on a GPU, fused on a CPU for weights of WORTH_FUSING bytes and more, and eager
     otherwise: for hf, for several processes, for a dtype that the fused step lacks and without a
-    working C++ compiler, which a warning reports.
+    working C++ compiler, which a warning reports. Raises UserError for an unknown backend or dtype,
+    and for a folder without weights.
     """
+    check_choice("dtype", dtype, tuple(DTYPES))
+    check_choice("backend", backend, BACKENDS)
     if backend != "native" or processes > 1:
         return "eager"
     size = sum(file.stat().st_size for file in weight_files(folder))

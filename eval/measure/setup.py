@@ -39,6 +39,7 @@ from jobs.paths import resolve, resolve_model
 from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24
+MOST_PROMPTS = 4096  # in a batch
 EMBEDDED = "embedded:"  # prefix of a path that names a file shipped with the project
 EXECUTIONS = (AUTO, *NATIVE_EXECUTIONS)
 # Fields that the decoding settings and the rows share.
@@ -64,15 +65,30 @@ def check(cfg: EvalConfig) -> None:
     check_verify(cfg.verify, SAMPLING)
     temperature, length = RULES["temperature"], RULES["max_new_tokens"]
     hot = bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures))
-    numbers = "numbers from 1 up"
+    numbers = "numbers from 1"
     for key, fits, expected in (
         ("temperatures", hot, f"one or more of these: {temperature.expected}"),
-        ("batch_sizes", min(cfg.batch_sizes, default=0) >= 1, f"one or more whole {numbers}"),
-        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, f"whole {numbers}"),
-        ("sweep", min(cfg.sweep, default=1) >= 1, f"whole {numbers}, or [] for no sweep"),
+        (
+            "batch_sizes",
+            bool(cfg.batch_sizes) and all(1 <= size <= MOST_PROMPTS for size in cfg.batch_sizes),
+            f"one or more whole {numbers} to {MOST_PROMPTS}",
+        ),
+        ("num_draft_tokens", min(cfg.num_draft_tokens, default=1) >= 1, f"whole {numbers} up"),
+        ("sweep", min(cfg.sweep, default=1) >= 1, f"whole {numbers} up, or [] for no sweep"),
         ("max_draft_tokens", cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
-        ("samples", cfg.samples >= 1, "1 or more"),
-        ("repeats", cfg.repeats >= 1, "1 or more"),
+        *(
+            (key, vars(cfg)[key] >= 1, "1 or more")
+            for key in ("samples", "repeats", "timing_repeats", "bootstrap_resamples")
+        ),
+        *(
+            (key, vars(cfg)[key] >= 0, f"1 or more, or 0 for {meaning}")
+            for key, meaning in (
+                ("max_prompts", "all"),
+                ("sweep_prompts", "no sweep"),
+                ("show_texts", "none"),
+            )
+        ),
+        ("engine_timeout", 0 < cfg.engine_timeout < math.inf, "more than 0 s"),
         ("max_seconds", 0 <= cfg.max_seconds < math.inf, "seconds, or 0 for all prompts"),
         (
             "max_new_tokens",
@@ -214,9 +230,12 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
 
 
 def _allowed(name: str) -> Callable[[Any], Allowed]:
-    """Import the function that `allowed` names. Raises UserError if it cannot be imported."""
+    """Import the function that `allowed` names. Raises UserError if that fails."""
     try:
-        return imported(name)  # type: ignore[no-any-return]
+        found = imported(name)
+        if not callable(found):
+            raise ImportError(f"it is a {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
             f"allowed={name} cannot be imported: {error}. Expected the package.module.function "

@@ -96,6 +96,14 @@ def test_a_job_accepts_values_at_the_bounds(check: Any, good: dict[str, Any]) ->
         ),
         ({"stopping_threshold": NAN}, "stopping_threshold is nan, expected a number from 0 to 1"),
         ({"temperatures": []}, "temperatures is .., expected one or more"),
+        ({"batch_sizes": [10**9]}, "batch_sizes is .*, expected one or more whole numbers from 1"),
+        ({"max_prompts": -1}, "max_prompts is -1, expected 1 or more, or 0 for all"),
+        ({"sweep_prompts": -1}, "sweep_prompts is -1, expected 1 or more, or 0 for no sweep"),
+        ({"show_texts": -1}, "show_texts is -1, expected 1 or more, or 0 for none"),
+        ({"timing_repeats": 0}, "timing_repeats is 0, expected 1 or more"),
+        ({"bootstrap_resamples": 0}, "bootstrap_resamples is 0, expected 1 or more"),
+        ({"engine_timeout": -1.0}, "engine_timeout is -1.0, expected more than 0 s"),
+        ({"allowed": "math.pi"}, "allowed=math.pi cannot be imported: it is a float"),
     ],
 )
 def test_invalid_settings_of_an_evaluation_are_refused(

@@ -93,6 +93,19 @@ def test_a_users_file_names_its_class(tmp_path: Path, monkeypatch: pytest.Monkey
         describe(["mime"], TargetConfig(), control=False)
 
 
+@pytest.mark.parametrize("check", [check_entries, lambda one: describe(one, TargetConfig(), False)])
+def test_a_function_is_not_a_class(check: Any):
+    with pytest.raises(UserError, match=r"the class math\.sqrt of .* cannot be imported: it is a "):
+        check([{"_target_": "math.sqrt", "x": 4}])
+
+
+@pytest.mark.parametrize(("key", "word"), [("dtype", "float31"), ("backend", "natural")])
+def test_an_unknown_dtype_or_backend_is_refused(tiny_target: Path, key: str, word: str):
+    target = TargetConfig(path=str(tiny_target), device="cpu", **{key: word})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"{key} '{word}' is unknown, expected one of"):
+        drafters.with_execution(target, tiny_target)
+
+
 def test_a_student_shape_is_not_a_drafter():
     with pytest.raises(UserError, match="'llama_796m' is neither a folder"):
         describe(["llama_796m"], TargetConfig(), control=False)
