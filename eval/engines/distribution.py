@@ -26,13 +26,12 @@ from decoding.sampling.warpers import Warper
 from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
 from heads.block.kind import DFLASH
 from heads.block.shape import BlockConfig
-from heads.eagle.kind import KIND as EAGLE
-from heads.eagle.kind import PARALLEL as P_EAGLE
+from heads.eagle.kind import FIRST, KIND, PARALLEL
 from heads.eagle.model import EagleConfig
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
 from jobs.files import write_text
-from serving.engines.heads import HEADS
+from serving.engines.heads import EAGLE, EAGLE3, HEADS, P_EAGLE
 from serving.engines.interface import EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
 from serving.engines.registry import ENGINES
@@ -115,12 +114,15 @@ def _random_head(method: str) -> tuple[HeadKind, Any]:
     if method == MEDUSA.name:
         return MEDUSA, MedusaConfig(**sizes, num_heads=DRAFTED)
     sizes |= {"num_heads": 2, "num_kv_heads": 2, "head_dim": WIDTH // 2, "intermediate_size": 24}
-    if method in (EAGLE.name, P_EAGLE.name):
+    if method in (EAGLE, EAGLE3, P_EAGLE):
         rope = {"rope_type": "default", "rope_theta": 10000.0}
-        eagle = EagleConfig(**sizes, taps=(1,), rope=rope, max_positions=CONTEXT)
-        if method == EAGLE.name:
-            return EAGLE, eagle
-        return P_EAGLE, dataclasses.replace(eagle, parallel=DRAFTED, mask_token_id=SYMBOLS - 1)
+        sizes |= {"rope": rope, "max_positions": CONTEXT}
+        if method == EAGLE:
+            return FIRST, EagleConfig(**sizes, predicts_states=True, fc_norm=False)
+        eagle = EagleConfig(**sizes, taps=(1,))
+        if method == EAGLE3:
+            return KIND, eagle
+        return PARALLEL, dataclasses.replace(eagle, parallel=DRAFTED, mask_token_id=SYMBOLS - 1)
     block: dict[str, Any] = {
         "target_layers": LAYERS,
         "block_size": DRAFTED + 1,

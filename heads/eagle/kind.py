@@ -187,39 +187,37 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
-        launch = f"python -m eval.run target.path={target} drafters=[.]"
-        architectures = ", ".join(self.layout.config(shape, torch.float32)["architectures"])
-        if shape.predicts_states:
-            return ReadmeParts(
-                tag=self.name,
-                title="An EAGLE-1 head (arXiv 2401.15077)",
-                form=self.describe(shape),
-                reads="last hidden state, embedding and lm_head",
-                layout=f"the published layout ({architectures})",
-                launch=(launch,),
-                remarks="Measured costs choose the size of the tree, which grows as in EAGLE-2. "
-                "vLLM (method `eagle`) and SGLang have this layout; neither was run.",
-            )
         speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
         speculative["num_speculative_tokens"] = shape.parallel or card["num_draft_tokens"] or 3
         paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
+        reads = "hidden states and embedding"
+        remarks = (
+            "`taps` in config.json numbers layers as Hugging Face's hidden_states, as does vLLM's "
+            "key at the top level; that of SGLang, in `eagle_config`, has the same layers by their "
+            "outputs."
+        )
+        if shape.predicts_states:
+            speculative["method"] = "eagle"
+            paper, reads = (
+                "An EAGLE-1 head (arXiv 2401.15077)",
+                "last hidden state, embedding and lm_head",
+            )
+            remarks = "The tree grows as in EAGLE-2."
         if shape.parallel:
             speculative["parallel_drafting"] = True
             paper, drafts = "A P-EAGLE head (arXiv 2602.01469)", "the length of the chain"
-        option = f"--speculative-config '{json.dumps(speculative)}'"
+        launch = [f"python -m eval.run target.path={target} drafters=[.]"]
+        if not shape.fc_bias:  # vLLM ignores it
+            launch.append(f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'")
+        architectures = ", ".join(self.layout.config(shape, torch.float32)["architectures"])
         return ReadmeParts(
             tag=self.name,
             title=paper,
             form=self.describe(shape),
-            reads="hidden states and embedding",
+            reads=reads,
             layout=f"the published layout ({architectures})",
-            launch=(
-                launch,
-                f"vllm serve {target} {option}",
-            ),
-            remarks=f"Measured costs choose {drafts}. vLLM drafts a chain. `taps` in "
-            "config.json numbers layers as Hugging Face's hidden_states, as does vLLM's key at the "
-            "top level; that of SGLang, in `eagle_config`, has the same layers by their outputs.",
+            launch=launch,
+            remarks=f"Measured costs choose {drafts}. vLLM drafts a chain. {remarks}",
         )
 
 

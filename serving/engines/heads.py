@@ -21,9 +21,9 @@ from heads.eagle.parallel import ParallelEagleDrafter
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 
-EAGLE3, P_EAGLE, DFLASH = "eagle3", "p_eagle", "dflash"
+EAGLE, EAGLE3, P_EAGLE, DFLASH = "eagle", "eagle3", "p_eagle", "dflash"
 # vLLM's methods; p_eagle is its eagle3 with parallel_drafting
-HEADS = (MEDUSA, EAGLE3, P_EAGLE, DFLASH)
+HEADS = (MEDUSA, EAGLE, EAGLE3, P_EAGLE, DFLASH)
 _REFUSED = {
     MARKOV: "its DSpark needs a GPU (`Model Runner V1 does not support: dspark speculative "
     "decoding`, `Model Runner V2 requires Triton.`)",
@@ -52,7 +52,11 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
         return ServedHead(MEDUSA, drafter.config.num_heads)
     if isinstance(drafter, EagleDrafter):
         if drafter.config.predicts_states:
-            raise _refusal(folder, "its method `eagle` was not run with EAGLE-1 heads yet")
+            if drafter.config.fc_bias:
+                raise _refusal(
+                    folder, "it ignores the bias of fc; train one with head.fc_bias=false"
+                )
+            return ServedHead(EAGLE)
         _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
         if not isinstance(drafter, ParallelEagleDrafter):
             return ServedHead(EAGLE3)

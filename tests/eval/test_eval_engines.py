@@ -403,7 +403,7 @@ def turn_medusa(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn_taps(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a head that reads the layers of its target in another order."""
+    """Return a head that reads the layers of its target, or its two inputs, in another order."""
     return state | {"fc.weight": state["fc.weight"].roll(EMBEDDED_HIDDEN, 1)}
 
 
@@ -412,13 +412,15 @@ def turn_taps(state: dict[str, Any]) -> dict[str, Any]:
     ("head", "options", "method", "length", "damage"),
     [
         ("medusa", [], "medusa", 4, turn_medusa),
+        ("eagle1", [], "eagle", 3, turn_taps),
         ("eagle3", [], "eagle3", 3, turn_taps),
         ("eagle3", ["head.draft_vocab_size=512"], "eagle3", 3, turn_taps),
+        ("p_eagle", [], "p_eagle", 7, turn_taps),
         ("dflash", [], "dflash", 7, turn_taps),
         ("dflash", ["head.draft_vocab_size=512"], "dflash", 7, turn_taps),
         ("jetspec", [], "dflash", 7, turn_taps),
     ],
-    ids=["medusa", "eagle3", "eagle3-512", "dflash", "dflash-512", "jetspec"],
+    ids=["medusa", "eagle1", "eagle3", "eagle3-512", "p_eagle", "dflash", "dflash-512", "jetspec"],
 )
 def test_vllm_accepts_the_tokens_of_trained_heads_as_often_as_ours(
     vllm_home, tmp_path, head, options, method, length, damage

@@ -52,11 +52,15 @@ def eagle(*taps: int) -> EagleDrafter:
     ("drafter", "expected"),
     [
         (eagle(1, 3), ServedHead("eagle3")),
+        (
+            EagleDrafter(head=eagle_head(predicts_states=True, fc_norm=False)),
+            ServedHead("eagle"),
+        ),
         (block(), ServedHead("dflash", 6)),
         (block(in_block_mask="causal", block_size=4), ServedHead("dflash", 3)),
         (block(draft_vocab_size=4), ServedHead("dflash", 6)),
     ],
-    ids=["eagle3", "dflash", "jetspec", "dflash with a draft vocabulary"],
+    ids=["eagle3", "eagle1", "dflash", "jetspec", "dflash with a draft vocabulary"],
 )
 def test_heads_that_vllm_runs_have_a_method_and_a_length(
     drafter: Drafter, expected: ServedHead
@@ -91,14 +95,14 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
         (block(taps=(0,)), "how it numbers the embedding, which the head reads, is not known"),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
         (
-            EagleDrafter(head=eagle_head(predicts_states=True, fc_norm=False)),
-            "its method `eagle` was not run with EAGLE-1 heads yet",
+            EagleDrafter(head=eagle_head(predicts_states=True, fc_norm=False, fc_bias=True)),
+            "ignores the bias of fc; train one with head.fc_bias=false",
         ),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
     ],
     ids=[
         *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
-        *("denoising", "embedding", "last layer", "eagle1", "order of layers"),
+        *("denoising", "embedding", "last layer", "bias", "order of layers"),
     ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(

@@ -20,7 +20,8 @@ QUESTIONS, TOKENS = ["def add(a, b):", "Write a class for a queue.", "import jso
 
 
 @pytest.mark.parametrize(
-    ("head", "length"), [("medusa", 4), ("eagle3", 3), ("p_eagle", 7), ("dflash", 7)]
+    ("head", "length"),
+    [("medusa", 4), ("eagle1", 3), ("eagle3", 3), ("p_eagle", 7), ("dflash", 7)],
 )
 def test_vllm_serves_trained_heads(
     head: str, length: int, embedded_target: Path, vllm_python: Path, tmp_path: Path
