@@ -14,6 +14,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
 from distill.shapes import WIDEST
+from jobs.config_checks import refuse
 from jobs.job import job_main
 from jobs.paths import resolve_model
 from jobs.protocol import Job, Run
@@ -128,6 +129,19 @@ def check(config: PretrainConfig) -> None:
     drafted = (shape.draft_vocab_size == 0, "0, as only drafters have a draft vocabulary")
     rules = {"model.num_hidden_layers": layers, "model.draft_vocab_size": drafted, **widths}
     check_values(config, rules)
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    groups, width = shape.num_key_value_heads or heads, shape.head_dim or hidden // heads
+    whole = (hidden % heads == 0, f"a multiple of model.num_attention_heads ({heads})")
+    grouped = (heads % groups == 0, f"a multiple of model.num_key_value_heads ({groups})")
+    paired = (width % 2 == 0, f"even heads, found {width} channels in each")
+    refuse(
+        config,
+        [
+            ("model.hidden_size", *whole),
+            ("model.num_attention_heads", *grouped),
+            ("model.head_dim" if shape.head_dim else "model.hidden_size", *paired),
+        ],
+    )
     check_mixture(config.data, ("loss",))
 
 

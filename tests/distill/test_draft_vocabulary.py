@@ -208,6 +208,23 @@ def test_pretraining_has_no_draft_vocabulary():
         check_pretraining(PretrainConfig(model=shape))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_attention_heads": 3}, "hidden_size is 32, expected a multiple of .* .3."),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, expected a multiple of .* .3."),
+        ({"head_dim": 7}, "head_dim is 7, expected even heads"),
+        ({"hidden_size": 36}, "hidden_size is 36, expected even heads, found 9 channels"),
+    ],
+)
+def test_heads_that_no_model_has_are_refused(changed: dict[str, int], message: str):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    check_pretraining(PretrainConfig(model=StudentConfig(**shape)))  # type: ignore[arg-type]
+    config = PretrainConfig(model=StudentConfig(**{**shape, **changed}))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        check_pretraining(config)
+
+
 def test_a_dry_run_counts_the_rows_and_writes_all_tokens(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
