@@ -89,8 +89,9 @@ def batch_type(
     if not drafter.capabilities.can_overlap:
         raise UserError(
             f"schedule '{schedule}' needs a chain drafter that can run while the target does, "
-            f"found '{drafter.name}'. Use schedule=serial. Of the trained heads, an EAGLE-3 head "
-            f"with shape=chain and a recurrent head with beam_width=1 and by_cost=false can."
+            f"found '{drafter.name}'. Use schedule=serial. Of the trained heads, those of EAGLE-3 "
+            f"and EAGLE-1 with shape=chain, and a recurrent head with beam_width=1 and "
+            f"by_cost=false can."
         )
     if schedule in WALL and drafter.capabilities.needs_hidden:
         raise UserError(

@@ -71,13 +71,11 @@ class EagleDrafter(RankedTree):
         execution: str = "eager",
     ) -> None:
         head = load_to_draft(folder, head, load_head, dtype, device, execution)
-        first = head.config.predicts_states
-        name = choose_name(name, folder, "eagle1" if first else "eagle3")
+        kind = "eagle1" if head.config.predicts_states else "eagle3"
+        name = choose_name(name, folder, kind)
         check_draft(name, shape, max_nodes)
         if bool(head.config.parallel) != self.one_pass:
-            wrong, right = ("eagle1" if first else "eagle3", "p_eagle")[
-                :: -1 if self.one_pass else 1
-            ]
+            wrong, right = (kind, "p_eagle")[:: -1 if self.one_pass else 1]
             raise UserError(
                 f"drafter '{name}': use is '{wrong}', but its head was trained to draft "
                 f"{'a token a step' if self.one_pass else 'in one pass'}. Use `use: {right}`."

@@ -39,7 +39,7 @@ from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import checkpoint
 from training.heads import train as job
-from training.heads.loss_config import HeadLossConfig
+from training.heads.loss_config import HeadLossConfig, describe_head_loss
 from training.heads.next_states import state_noise
 from training.heads.objective import HeadObjective
 from training.losses.eager import kl
@@ -331,7 +331,9 @@ def test_a_head_is_trained_resumed_bit_for_bit_and_drafts(
         given = [f"target.path={tiny_target}", f"output_dir={tmp_path / name}"]
         return configured("heads.train", *PUBLISHED, *given, "loop.checkpoint_every=2")
 
-    assert config("x").loss.state_noise > 0
+    loss = config("x").loss
+    assert loss.state_noise > 0
+    assert describe_head_loss(loss) == "0.1 forward_kl + 1 smooth L1 of states"
     folder, read = heads.train.run(config("straight")), job.training_data
     with monkeypatch.context() as patch:
         patch.setattr(job, "training_data", lambda *given: stop_after_step(read(*given), 3))

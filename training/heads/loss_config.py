@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.losses.config import LOSSES, LossConfig, loss_rules, uses_teacher
+from training.losses.config import LOSSES, LossConfig, describe_loss, loss_rules, uses_teacher
 
 CONTINUATIONS = "continuations"
 DECAY, D_PACE = "decay", "d_pace"
@@ -54,7 +54,7 @@ def head_loss_rules(
     max_length: int,
     reads_tokens: bool,
     reads_context: bool,
-    predicts_states: bool,
+    predicts_states: bool = False,
 ) -> dict[str, tuple[bool, str]]:
     """Return the rules of the settings: key -> (validity of its value, expected values).
 
@@ -126,6 +126,14 @@ def _state_rules(loss: HeadLossConfig, predicts_states: bool) -> dict[str, tuple
         ),
         "loss.state_noise": (loss.state_noise >= 0, "0 or more"),
     }
+
+
+def describe_head_loss(loss: HeadLossConfig) -> str:
+    """Return the name of a loss, with the weights of tokens and states if it has both."""
+    tokens = describe_loss(loss)
+    if not loss.state_weight:
+        return tokens
+    return f"{loss.token_weight:g} {tokens} + {loss.state_weight:g} smooth L1 of states"
 
 
 def trained_depths(loss: HeadLossConfig) -> int:

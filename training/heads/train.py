@@ -40,7 +40,7 @@ from training.heads.dry_run import describe, dry_run, states_layout
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
-from training.heads.loss_config import reads_final, trained_depths
+from training.heads.loss_config import describe_head_loss, reads_final, trained_depths
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.on_policy import OnPolicyRows
@@ -51,7 +51,6 @@ from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.held_out.texts import TextFigures, describe_texts, measure_texts
 from training.job import TargetJob, fit_recorded
-from training.losses.config import describe_loss
 from training.models.build import dtype_of, load_causal_lm
 from training.models.layers import compile_layers
 from training.models.shapes import sizes_of
@@ -271,9 +270,8 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     share = config.on_policy.share
     own = f", {share:.0%} of the rows after the head's own tokens" if share else ""
     heads = "at one depth" if counted.predictions == 1 else f"{counted.predictions} heads"
-    print(
-        f"plan: {describe_plan(config.loop, data)}; loss {describe_loss(config.loss)}, {heads}{own}"
-    )
+    loss = describe_head_loss(config.loss)
+    print(f"plan: {describe_plan(config.loop, data)}; loss {loss}, {heads}{own}")
 
 
 def write_folder(
