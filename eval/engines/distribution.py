@@ -118,7 +118,7 @@ def _random_head(method: str) -> tuple[HeadKind, Any]:
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         sizes |= {"rope": rope, "max_positions": CONTEXT}
         if method == EAGLE:
-            return FIRST, EagleConfig(**sizes, predicts_states=True, fc_norm=False)
+            return FIRST, EagleConfig(**sizes, taps=(), predicts_states=True, fc_norm=False)
         eagle = EagleConfig(**sizes, taps=(1,))
         if method == EAGLE3:
             return KIND, eagle
