@@ -356,7 +356,9 @@ def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):
 
         bench.drafters[name].time_step = stepped
     slices = time_slice(bench, Condition(0.0, 1), "main", median_prompt(bench), (1, 2, 3), 2)
-    assert seen["one"][1:] == seen["two"][1:], "the first step of each follows the prefill"
+    # beside other processes, disturbed steps are timed again, so their numbers may differ
+    common = slice(1, min(map(len, seen.values())))
+    assert seen["one"][common] == seen["two"][common], "the first step of each follows the prefill"
     assert {*slices[0].t_target_ms} == {1, 2, 3}, (
         "control: the target is timed at every width all the same"
     )
