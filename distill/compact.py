@@ -29,6 +29,7 @@ from decoding.models.folder import load_state, read_config
 from decoding.models.model_check import check_model
 from distill.config import CompactConfig
 from distill.drafter_folder import NUM_DRAFT_TOKENS
+from jobs.config_checks import refuse
 from jobs.job import job_main
 from jobs.paths import resolve_model
 from jobs.protocol import Job, Run
@@ -55,6 +56,10 @@ class Compact(Job[CompactConfig]):
 
     def __init__(self, config: CompactConfig) -> None:
         super().__init__(config)
+        fits = config.tolerance >= 0
+        refuse(config, [("tolerance", fits, "a share of the largest logit, 0 or more")])
+        if config.dtype:
+            dtype_of(config.dtype)
         self.folder = resolve_model(config.model)
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":

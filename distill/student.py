@@ -11,6 +11,7 @@ from decoding.models.draft_vocabulary import restrict_head, token_ids
 from decoding.models.folder import read_config
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer
+from decoding.values import check_choice
 from distill.prune.cut import cut_model, keep_layers
 from distill.shapes import student_config
 from jobs.paths import resolve_model
@@ -63,14 +64,33 @@ def build_student(
     folder of the target, whose tokenizer is compared with the student's if the sizes of their
     vocabularies differ. Raises UserError for an invalid shape or folder.
     """
-    if shape.init not in INITS:
-        raise UserError(f"student.init is '{shape.init}', expected one of {', '.join(INITS)}")
+    check_student(shape, target.config)
     if shape.init == "folder":
         return _from_folder(shape, target.config, dtype, target_folder)
     config = student_config(shape, target.config)
     if shape.init == "random":
         return random_model(config, dtype)
-    ours, theirs = target_widths(config), target_widths(target.config)
+    layers = choose_layers(shape, target.config.num_hidden_layers)
+    return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
+
+
+def check_student(shape: StudentConfig, target: Any) -> None:
+    """Raise UserError for a student that this target cannot have, before a model is loaded.
+
+    target: the target's Hugging Face configuration.
+    """
+    check_choice("student.init", shape.init, INITS)
+    check_draft_vocabulary(shape.draft_vocab_size, target.vocab_size)
+    if shape.init == "folder":
+        if not shape.path:
+            raise UserError(
+                "student.path is empty, but student.init=folder needs a student folder, such as "
+                "one that distill.prune wrote"
+            )
+        return
+    ours, theirs = target_widths(student_config(shape, target)), target_widths(target)
+    if shape.init == "random":
+        return
     for name in WIDTHS:
         if ours[name] != theirs[name]:
             raise UserError(
@@ -78,8 +98,7 @@ def build_student(
                 f"student.init=layers copies layers at full width. Leave it at 0, prune with "
                 f"distill.prune and set student.init=folder, or use student.init=random"
             )
-    layers = choose_layers(shape, target.config.num_hidden_layers)
-    return cut_model(target, keep_layers(target.config, layers), config).to(dtype)
+    choose_layers(shape, target.num_hidden_layers)
 
 
 def _from_folder(
@@ -91,11 +110,6 @@ def _from_folder(
     Extra rows of the student are dropped, and missing ones are initialized at random. Raises
     UserError if the tokenizers differ.
     """
-    if not shape.path:
-        raise UserError(
-            "student.path is empty, but student.init=folder needs a student folder, such as one "
-            "that distill.prune wrote"
-        )
     folder = resolve_model(shape.path)
     read_config(folder)
     student = load_causal_lm(folder, dtype)

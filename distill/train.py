@@ -25,8 +25,7 @@ from distill.parallel_drafting.setup import (
     prepare_student,
     refuse_in_data,
 )
-from distill.shapes import student_config
-from distill.student import build_student, check_draft_vocabulary, restrict_vocabulary
+from distill.student import build_student, check_student, restrict_vocabulary
 from jobs.job import job_main
 from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
@@ -77,6 +76,7 @@ class Distil(TargetJob[TrainConfig]):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
         check(config)
+        check_student(config.student, self.target)
 
     def inputs(self) -> list[Path]:
         data = data_files(self.config.data, self.config.dry_run)
@@ -87,12 +87,6 @@ class Distil(TargetJob[TrainConfig]):
 
     def dry_run(self, run: Run) -> float:
         return dry_run(self.config, self.target_folder, run)
-
-    def prepare(self, run: Run) -> None:
-        check_draft_vocabulary(self.config.student.draft_vocab_size, self.target.vocab_size)
-        if self.config.student.init != "folder":
-            student_config(self.config.student, self.target)  # refuses invalid shapes
-        super().prepare(run)
 
     def work(self, run: Run) -> None:
         config, target_folder = self.config, self.target_folder

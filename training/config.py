@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from decoding.values import RULES
 from jobs.config import JobConfig, ParallelConfig, TrackerConfig
 from jobs.config_checks import Rule, refuse
+from training.data.templates import TEMPLATES
 from training.optimizer_config import OptimizerConfig
 
 
@@ -265,9 +267,12 @@ def loop_rules(key: str, loop: LoopConfig) -> list[Rule]:
 
 def data_rules(data: DataConfig) -> list[Rule]:
     """Return the rules for the options of `data`."""
+    templates, workers = ("auto", *TEMPLATES), RULES["processes"]
     return [
         ("data.max_bad", 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("data.max_length", 2 <= data.max_length <= LONGEST_ROW, f"2 to {LONGEST_ROW:,}"),
         ("data.max_samples", data.max_samples >= 0, "1 or more, or 0 for all"),
         ("data.held_out_tokens", data.held_out_tokens >= 0, "1 or more, or 0 for all"),
+        ("data.template", data.template in templates, f"one of {', '.join(templates)}"),
+        ("data.workers", workers.fits(data.workers), workers.expected),
     ]

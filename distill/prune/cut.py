@@ -171,17 +171,22 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
     write_tensors(path, tensors, head)
 
 
+def refuse_missing_cut(path: Path) -> None:
+    """Raise UserError if the file of a cut does not exist, or is a folder."""
+    if not path.is_file():
+        raise UserError(
+            f"{path} is not a file, expected the masks.safetensors of a finished distill.prune "
+            f"run. Check masks="
+        )
+
+
 def load_cut(path: Path, target_hash: str) -> Cut:
     """Read a cut that `save_cut` wrote.
 
     Raises UserError for a missing or damaged file, another file format, and the cut of another
     target.
     """
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist, expected the masks.safetensors of a finished distill.prune "
-            f"run. Check masks="
-        )
+    refuse_missing_cut(path)
     try:
         with safe_open(path, "pt") as file:
             head = file.metadata() or {}

@@ -22,7 +22,13 @@ from distill.config import PruneConfig
 from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune, print_sizes, pruning_notes
 from distill.prune.context import PruneContext, SourceModel, read_source
-from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
+from distill.prune.cut import (
+    cut_model,
+    load_cut,
+    refuse_missing_cut,
+    refuse_other_shape,
+    save_cut,
+)
 from distill.prune.layer_choice import CRITERIA
 from distill.prune.masks import BETA, Masks
 from distill.prune.modes import MODES, record_stages
@@ -58,6 +64,8 @@ class Prune(TargetJob[PruneConfig]):
 
     def __init__(self, config: PruneConfig) -> None:
         check(config)
+        if config.masks:
+            refuse_missing_cut(resolve(config.masks))
         super().__init__(config)
         self.shapes = plan_stage_shapes(config, self.target)
 

@@ -44,6 +44,11 @@ def check(config: RegenerateConfig) -> None:
             config.samples == 1 or config.temperature > 0,
             "1 at temperature 0, because greedy answers are equal",
         ),
+        (
+            "assumed_tokens_per_second",
+            config.assumed_tokens_per_second >= 0,
+            "more than 0, or 0 to measure the speed",
+        ),
         ("on_length", config.on_length in ON_LENGTH, f"one of {', '.join(ON_LENGTH)}"),
         ("parallel.kind", config.parallel.kind in KINDS, " or ".join(KINDS)),
         (

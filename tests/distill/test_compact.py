@@ -182,6 +182,15 @@ def test_unpadded_checkpoints_are_refused(tmp_path: Path, tiny_target: Path):
         run(configured(written_late, tmp_path / "run"))
 
 
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan])
+def test_a_tolerance_that_no_logits_keep_is_refused(tolerance: float, tmp_path: Path):
+    config = configured(padded(tmp_path / "padded", 4, False), tmp_path / "run", "dry_run=true")
+    run(config)  # control
+    config.tolerance = tolerance
+    with pytest.raises(UserError, match=f"tolerance is {tolerance}, expected a share of the large"):
+        run(config)
+
+
 def test_unsuitable_folders_are_refused(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False)
     pickled = shutil.copytree(stored, tmp_path / "pickled")

@@ -261,7 +261,7 @@ def test_a_saved_cut_is_read_back_and_refused_for_another_target(tmp_path: Path)
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(UserError, match="was made for another target"):
         load_cut(path, "b" * 64)
-    with pytest.raises(UserError, match="does not exist, expected"):
+    with pytest.raises(UserError, match="is not a file, expected"):
         load_cut(tmp_path / "none", "a" * 64)
     refuse_other_shape(cut, shape, "here")
     other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)

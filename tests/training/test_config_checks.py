@@ -84,6 +84,8 @@ DATA = [
     ("data.max_length", HUGE),
     ("data.max_samples", -1),
     ("data.held_out_tokens", -1),
+    ("data.template", "foo"),
+    ("data.workers", -1),
 ]
 TRAIN, PRETRAIN, PRUNE, HEADS = (
     "distill.train",
@@ -123,6 +125,7 @@ CASES = [
     (SEARCH, "max_skips", -1),
     (SEARCH, "candidates", 0),
     (SEARCH, "held_out.max_prompts", 0),
+    (REGENERATE, "assumed_tokens_per_second", -1.0),
     (QUALITY, "functions", 0),
     (QUALITY, "temperature", -1.0),
     (QUALITY, "max_new_tokens", 0),
@@ -141,11 +144,12 @@ def composed(job: str) -> DictConfig:
         return compose(job.replace(".", "_"), more)
 
 
-def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
+def refused(job: str, key: str, value: Any, folder: Path, target: Path, dry: bool = False) -> str:
     """Return the error of a job with one changed value, and assert that its run did not begin."""
     config = composed(job).copy()
     changes = {
         "output_dir": str(folder),
+        "dry_run": dry,
         **({"target.path": str(target)} if "target" in config else {}),
         key: value,
     }
@@ -170,6 +174,28 @@ def test_an_invalid_number_is_refused_by_its_key(
 ):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
     assert words.startswith(f"{key} is ") and "expected" in words
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "value", "message"),
+    [
+        (TRAIN, "student.init", "foo", "student.init 'foo' is unknown, expected one of layers"),
+        (TRAIN, "student.init", "folder", "student.path is empty, but student.init=folder needs"),
+        (TRAIN, "student.layers", [99], "student.layers is [99], expected 1 layers"),
+        (TRAIN, "student.head_dim", 4, "student.head_dim is 4, expected the target's"),
+        (TRAIN, "student.draft_vocab_size", -1, "student.draft_vocab_size is -1, expected 0 for"),
+        (TRAIN, "data.template", "foo", "data.template is foo, expected one of auto, vicuna"),
+        (TRAIN, "data.workers", -1, "data.workers is -1, expected a whole number from 0"),
+        (PRUNE, "depths", [9], "depths is [9], expected decreasing numbers of layers"),
+        (PRUNE, "masks", "/nowhere", "/nowhere does not exist"),
+        (PRUNE, "masks", str(CONF), "conf is not a file, expected the masks.safetensors of"),
+        (REGENERATE, "assumed_tokens_per_second", -1.0, "assumed_tokens_per_second is -1.0, expe"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(
+    job: str, key: str, value: Any, message: str, tmp_path: Path, tiny_target: Path
+):
+    assert message in refused(job, key, value, tmp_path / "run", tiny_target, dry=True)
 
 
 @pytest.mark.parametrize("job", [TRAIN, QUALITY, "eval.run"])
