@@ -6,11 +6,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.values import check_settings, is_int
+from decoding.values import RULES, check_settings, check_value, is_int
 from jobs.config import leaves, plain
 
 Rule = tuple[str, bool, str]
 THREADS_PER_CORE = 8  # more would only wait for each other
+PROCESSES = ("parallel.processes", "target.processes")
+_MODEL = "a model folder, embedded:target or OWNER/NAME on the Hub"
+# Keys of paths, which would mean the working folder if they were empty -> what they name.
+PATHS = {
+    "output_dir": "a folder for the run, such as runs/NAME",
+    "target.path": _MODEL,
+    "model": _MODEL,
+    "benchmark.path": "a file of prompts, such as embedded:prompts",
+    "held_out.prompts": "a file of prompts, such as embedded:held_out_chats",
+}
 
 
 def refuse(config: Any, rules: Iterable[Rule]) -> None:
@@ -27,17 +37,26 @@ def refuse(config: Any, rules: Iterable[Rule]) -> None:
 
 
 def check_job(config: Any) -> None:
-    """Raise UserError for values that no job accepts: seed, threads, infinite numbers and NaN."""
+    """Raise UserError for values that no job accepts.
+
+    Checked are seed, threads, numbers of processes, required paths, infinite numbers and NaN.
+    """
     check_settings(config, ["seed"])
     cores = os.cpu_count() or 1
     most = THREADS_PER_CORE * cores
     expected = f"1 to {most} on {cores} cores, 0 for PyTorch's default, or auto"
     valid = config.threads == "auto" or (is_int(config.threads) and 0 <= config.threads <= most)
     refuse(config, [("threads", valid, expected)])
+    processes = RULES["processes"]
     for path, value in leaves(plain(config)):
+        key = ".".join(path)
+        if key in PATHS and not str(value).strip():
+            raise UserError(f"{key} is {value!r}, expected {PATHS[key]}")
+        if key in PROCESSES:
+            check_value(key, value, processes)
         for number in _floats(value):
             if not math.isfinite(number):
-                raise UserError(f"{'.'.join(path)} is {number}, expected a finite number")
+                raise UserError(f"{key} is {number}, expected a finite number")
 
 
 def _floats(value: Any) -> Iterator[float]:

@@ -198,6 +198,33 @@ def test_a_dry_run_refuses_what_a_run_refuses(
     assert message in refused(job, key, value, tmp_path / "run", tiny_target, dry=True)
 
 
+@pytest.mark.parametrize(
+    ("job", "key", "message"),
+    [
+        (TRAIN, "output_dir", "output_dir is '', expected a folder for the run"),
+        (TRAIN, "target.path", "target.path is '', expected a model folder"),
+        (TRAIN, "held_out.prompts", "held_out.prompts is '', expected a file of prompts"),
+        (QUALITY, "model", "model is '', expected a model folder"),
+        ("eval.run", "benchmark.path", "benchmark.path is '', expected a file of prompts"),
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(
+    job: str, key: str, message: str, tmp_path: Path, tiny_target: Path
+):
+    words = refused(job, key, "", tmp_path / "run", tiny_target, dry=True)
+    assert words.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("job", "key"), [(TRAIN, "parallel.processes"), ("eval.run", "target.processes")]
+)
+def test_a_number_of_processes_is_not_negative(
+    job: str, key: str, tmp_path: Path, tiny_target: Path
+):
+    words = refused(job, key, -1, tmp_path / "run", tiny_target, dry=True)
+    assert words.startswith(f"{key} is -1, expected a whole number from 0 to ")
+
+
 @pytest.mark.parametrize("job", [TRAIN, QUALITY, "eval.run"])
 @pytest.mark.parametrize(
     ("key", "value"),
