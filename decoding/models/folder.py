@@ -139,27 +139,30 @@ def weight_files(folder: str | Path, weights: str = WEIGHTS) -> list[Path]:
     """
     folder = Path(folder)
     refuse_file(folder)
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(
-                f"{folder / INDEX} has no weight_map, expected the file of every tensor. Download "
-                f"the index again."
-            )
-        for tensor, name in weight_map.items():
-            if not _is_inside(name):
-                raise UserError(
-                    f"{folder / INDEX}: weight_map assigns {quote(tensor)} to {quote(name)}, "
-                    f"expected the name of a file in the folder. Download the index again."
-                )
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [folder / weights]
+    indexed = (folder / INDEX).is_file()
+    files = indexed_files(folder) if indexed else [folder / weights]
     for file in files:
         if not file.is_file():
             raise UserError(_missing_weights(folder, file))
         _read_header(file)
     return files
+
+
+def indexed_files(folder: Path) -> list[Path]:
+    """Return the files that a folder's index names. Raises UserError for an invalid index."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{folder / INDEX} has no weight_map, expected the file of every tensor. Download "
+            f"the index again."
+        )
+    for tensor, name in weight_map.items():
+        if not _is_inside(name):
+            raise UserError(
+                f"{folder / INDEX}: weight_map assigns {quote(tensor)} to {quote(name)}, "
+                f"expected the name of a file in the folder. Download the index again."
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _is_inside(name: Any) -> bool:

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, exists, read_json
+from decoding.models.folder import INDEX, exists, indexed_files
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)(/|$)")
@@ -93,9 +93,8 @@ def _is_complete(folder: Path, weights: bool) -> bool:
     """Return whether a folder of the cache holds a tokenizer or, with weights, a whole model."""
     if not weights:
         return any(folder.glob("tokenizer*"))
-    index = folder / INDEX
-    if index.is_file():
-        return all((folder / name).is_file() for name in read_json(index)["weight_map"].values())
+    if (folder / INDEX).is_file():
+        return all(file.is_file() for file in indexed_files(folder))
     return any(folder.glob("*.safetensors"))
 
 

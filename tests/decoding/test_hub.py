@@ -79,6 +79,17 @@ def test_a_snapshot_without_a_shard_of_its_index_is_not_used(
     assert find_cached(NAME) is None
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["model.safetensors"]}])
+def test_a_cached_index_without_files_is_refused(
+    index: dict[str, object], cache: Path, tiny_target: Path, tmp_path: Path
+):
+    shutil.copytree(tiny_target, tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
+    add_snapshot(cache, tmp_path / "source", OLD)
+    with pytest.raises(UserError, match=r"index\.json has no weight_map, expected the file of"):
+        find_folder(NAME)
+
+
 def test_a_name_that_is_nowhere_has_both_readings(cache: Path):
     words = (
         r"an-owner/a.model(@v2)? is no file or folder \(working folder: .*\), and as a name on the "
