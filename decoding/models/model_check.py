@@ -233,8 +233,15 @@ def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
         rope = config.get(key) or {}
         for name, rule in _ROPE.items():
             check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
-        for name in _OF_KIND.get(rope.get("rope_type") or rope.get("type") or "default", ()):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        for name in _OF_KIND.get(kind, ()):
             check_value(name, rope.get(name), _POSITIVE, f"{file}: {key}.{name}")
+        if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+            raise UserError(
+                f"{file}: {key}.high_freq_factor is {rope['high_freq_factor']}, expected more than "
+                f"low_freq_factor {rope['low_freq_factor']}. Use the config.json that was "
+                f"published with these weights."
+            )
 
 
 def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:

@@ -122,6 +122,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
         "rope_parameters.factor is None, expected",
     ),
     (
+        {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": LLAMA3_ROPE["low_freq_factor"]}},
+        "rope_parameters.high_freq_factor is .*, expected more than low_freq_factor",
+    ),
+    (
         {"quantization_config": {"quant_method": "magic"}},
         "quantization_config is .*magic.*, expected none",
     ),
