@@ -24,6 +24,7 @@ from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.readback import DeviceReadback, FiniteCheck
 from decoding.sampling.token_chooser import TokenChooser
+from decoding.values import quote
 from decoding.verification.rules import RULES
 
 OnTokens = Callable[[int, list[int]], None]
@@ -257,16 +258,26 @@ class Batch:
 
     def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
         """Return the index in `new` that completes a stop string, or `otherwise` if none does."""
-        assert self.text_of is not None
         # a token adds or completes at least one character
         reach = max(len(text) for text in self.stop_strings)
         recent = before[-4 * reach :]
         for end in range(len(new)):
-            text = self.text_of([*recent, *new[: end + 1]])
-            old = len(self.text_of(recent)) - reach
+            text = self._text([*recent, *new[: end + 1]])
+            old = len(self._text(recent)) - reach
             if any(stop in text[max(old, 0) :] for stop in self.stop_strings):
                 return end
         return otherwise
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return the text of tokens. Raises UserError if `text_of` does not return a string."""
+        assert self.text_of is not None
+        text = self.text_of(tokens)
+        if not isinstance(text, str):
+            raise UserError(
+                f"text_of() returned {quote(text)}, expected the text of the tokens as a string. "
+                f"Correct the function."
+            )
+        return text
 
     def _commit(self, observation: Observation, drafted_B: list[int]) -> None:
         """Commit the tips and the accepted tokens; report the round to the drafter and policies."""

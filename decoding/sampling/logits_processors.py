@@ -15,16 +15,19 @@ tip comes first.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import compress
+from operator import index
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import ancestors
-from decoding.values import check_value
+from decoding.values import check_value, quote
 
 Allowed = Callable[[Sequence[int]], Sequence[int] | None]
 
@@ -81,14 +84,14 @@ class Processors:
         """Return the logits, with -inf for tokens that `allowed` forbids after each node's text.
 
         may_end: leave the logits unchanged if nothing is allowed after a row's text, instead of
-        raising UserError.
+        raising UserError. Also raises UserError if `allowed` returns anything but token ids.
         """
         assert self.allowed is not None
         B, N, V = logits_BNV.shape
-        bound, allowed = list[int](), list[Sequence[int]]()  # places of nodes, and their tokens
+        bound, allowed = list[int](), list[NDArray[np.int64]]()  # places of nodes, and their tokens
         for row, texts_N in enumerate(texts_BN):
             for node, text in enumerate(texts_N):
-                ids = self.allowed(text)
+                ids = _check_ids(self.allowed(text), len(text), V)
                 # After a token that ends the text or is forbidden itself, there is no constraint.
                 if ids is None or (not len(ids) and (node or may_end)):
                     continue
@@ -101,11 +104,31 @@ class Processors:
                 allowed.append(ids)
         forbidden_XV = np.zeros((B * N, V), dtype=bool)
         forbidden_XV[bound] = True
-        ids_of_all = np.fromiter(chain.from_iterable(allowed), np.int64)
+        ids_of_all = np.concatenate([np.empty(0, np.int64), *allowed])
         places = np.repeat(np.array(bound, np.int64), list(map(len, allowed)))
         forbidden_XV[places, ids_of_all] = False
         mask_BNV = devices.tensor(forbidden_XV, logits_BNV.device).view(B, N, V)
         return logits_BNV.masked_fill(mask_BNV, float("-inf"))
+
+
+def _check_ids(found: Any, length: int, V: int) -> NDArray[np.int64] | None:
+    """Return the ids that `allowed` returned after `length` tokens; None if there is no constraint.
+
+    Raises UserError for anything but token ids.
+    """
+    if found is None:
+        return None
+    try:
+        ids = np.fromiter(map(index, found), np.int64)
+    except (TypeError, OverflowError):
+        pass
+    else:
+        if not len(ids) or (ids.min() >= 0 and ids.max() < V):
+            return ids
+    raise UserError(
+        f"allowed() returned {quote(found)} after {length} tokens, expected None or a list of "
+        f"token ids, whole numbers from 0 to {V - 1}. Correct the function."
+    )
 
 
 class DraftProcessors:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -310,6 +312,28 @@ def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
         law() if schedule != "serial" else test_a_stop_string_ends_the_row_with_its_last_token(
             ROWS[0]
         )
+
+
+@pytest.mark.parametrize("found", [3, "ab", [1.5], [-1], [VOCABULARY], [2**80], [None], [[1]]])
+def test_anything_but_token_ids_of_allowed_is_refused(found: Any) -> None:
+    expected = f"expected None or a list of token ids, whole numbers from 0 to {VOCABULARY - 1}"
+    settings = Settings(max_new_tokens=2, allowed=lambda text: found)
+    with pytest.raises(UserError, match=rf"allowed\(\) returned .* after 1 tokens, {expected}"):
+        decode(models()[0], None, [[4]], settings)
+
+
+@pytest.mark.parametrize("found", [[5], (5,), {5}, range(5, 6), np.array([5]), torch.tensor([5])])
+def test_any_collection_of_token_ids_is_accepted(found: Any) -> None:
+    """Control: ids of any kind restrict the tokens."""
+    settings = Settings(max_new_tokens=2, allowed=lambda text: found)
+    assert decode(models()[0], None, [[4]], settings)[0].tokens == [5, 5]
+
+
+@pytest.mark.parametrize("found", [None, 3, b"a", ["a"]])
+def test_anything_but_a_string_of_text_of_is_refused(found: Any) -> None:
+    settings = Settings(max_new_tokens=2, stop_strings=("x",), text_of=lambda ids: found)
+    with pytest.raises(UserError, match=r"text_of\(\) returned .*, expected the text of the"):
+        decode(models()[0], None, [[4]], settings)
 
 
 def test_invalid_processor_settings_are_refused() -> None:
