@@ -47,6 +47,7 @@ from training.heads.drafter import (
     choose_name,
     load_to_draft,
 )
+from training.heads.temperatures import confidences
 
 # maps the logits of the drafted tokens and a depth to the ids (B,) of the tokens
 Choose = Callable[[Tensor, int], Tensor]
@@ -97,6 +98,8 @@ class BlockDrafter:
         _check_head(name, head, shape, stop_below)
         self._steps = choose_steps(name, self.config, denoising_steps)
         self._stop_below = stop_below
+        temperatures = self.config.temperatures or [1.0] * self.config.num_drafts
+        self._temperatures_K = devices.tensor(temperatures, self.device, self.dtype)
         self._costs: RoundCosts | None = None
         self._trees = TreePlanner(max_nodes) if shape == "tree" else None
         self.num_layers, self.num_parameters = self.config.num_layers, head.num_parameters
@@ -204,7 +207,7 @@ class BlockDrafter:
         chosen = self._likeliest if point_masses else choose
         tokens_BK, logits_BK = self._chain(tips_B, hidden_BKH, chosen)
         if logits_BK is not None:
-            (chances,) = devices.read(logits_BK.sigmoid())
+            (chances,) = devices.read(confidences(logits_BK, self._temperatures_K[:depth]))
             kept_B = [count_kept(row, self._stop_below, self._costs) for row in chances]
             depths_B = [min(pair) for pair in zip(depths_B, kept_B, strict=True)]
         if self._plans is not None:

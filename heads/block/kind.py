@@ -6,6 +6,8 @@ tokens drafted before them.
 
 import json
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.loss_config import DECAY
 from training.heads.published import Contract
+from training.heads.temperatures import read_temperatures
 
 MOST_LAYERS, MOST_RANK = 16, 4096
 
@@ -176,6 +179,11 @@ class BlockKind(BlockPredictions, HeadKind):
             f"blocks of {shape.block_size} slots ({shape.layout}, {shape.in_block_mask}), "
             f"{shape.num_layers} layers, {reads}, mask token {shape.mask_token_id}{corrected}"
         )
+
+    def measured(self, shape: BlockConfig, figures: Mapping[str, Any]) -> BlockConfig:
+        """Return the shape with the fitted temperatures of the confidence, if figures have them."""
+        found = read_temperatures(figures)
+        return replace(shape, temperatures=found) if found else shape
 
     def drafter(
         self, head: BlockHead, shape: BlockConfig, config: BlockTrainConfig, sampled: bool

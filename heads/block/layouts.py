@@ -16,8 +16,9 @@ DFlash2 adds the convolutions `layers.{i}.attention_conv` and `mlp_conv`, and th
 `candidate_selector`. Files of speculators and DeepSpec hold copies of the target's embedding and
 lm_head, which are not read; servers need the latter for a draft vocabulary.
 
-Our own are the key `denoising_steps`, and layer -1 for the embedding (tap 0), which is read only in
-a folder with `taps`.
+Our own are the keys `denoising_steps` and `confidence_temperatures`, and layer -1 for the embedding
+(tap 0), which is read only in a folder with `taps`. Other readers ignore the temperatures and use
+the confidence as it was trained.
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,8 @@ SHIFT_KEY = "shift_label"  # the same in Domino's files
 LAYERS = "target_layer_ids"
 RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
 CONV_TAPS = "conv_kernel_size"
-STEPS = "denoising_steps"  # this project's own
+STEPS = "denoising_steps"  # this project's own, as the next
+TEMPERATURES = "confidence_temperatures"
 INNER = "transformer_layer_config"
 KIND = "speculators_model_type"
 _SERVED_NAMES = {
@@ -160,6 +162,7 @@ _CONFIDENCE = {
     "enable_confidence_head": "confidence",
     "confidence_head_with_markov": "confidence_reads_tokens",
 }
+_CALIBRATION = {TEMPERATURES: "temperatures"}
 _CONVOLUTION = {CONV_TAPS: "conv_taps", "conv_group_size": "conv_group"}
 _NAMES = (
     (r"^correction\.markov", "markov_head.markov"),
@@ -186,7 +189,8 @@ SERVED = BlockLayout(
     layers={f"{OPTIONS}.{LAYERS}": OUTPUTS, f"{OPTIONS}.taps": HIDDEN_STATES},
     if_true={
         "draft_vocab_size": "draft_vocab_size",
-        **within(OPTIONS, {**_CONFIDENCE, **_CONVOLUTION, STEPS: "denoising_steps"}),
+        **within(OPTIONS, {**_CONFIDENCE, **_CONVOLUTION}),
+        **within(OPTIONS, {**_CALIBRATION, STEPS: "denoising_steps"}),
     },
     renamed=_NAMES,
     options=f"{OPTIONS}.",
@@ -213,7 +217,7 @@ SPECULATORS = BlockLayout(
         **_CONFIDENCE,  # speculators takes a missing one for true
     },
     layers={"aux_hidden_state_layer_ids": HIDDEN_STATES},
-    if_true=_CONVOLUTION,
+    if_true={**_CALIBRATION, **_CONVOLUTION},
     only={"in_block_mask": BIDIRECTIONAL, "denoising_steps": 0},
     renamed=_NAMES,
     writes_t2d=True,
@@ -239,7 +243,7 @@ DEEPSPEC = replace(
     fixed=_QWEN3,
     fields={**_SIZES, **_BLOCK, "rope_theta": "rope_theta", "mask_token_id": "mask_token_id"},
     layers={LAYERS: OUTPUTS},
-    if_true={"draft_vocab_size": "draft_vocab_size", **_CONFIDENCE},
+    if_true={"draft_vocab_size": "draft_vocab_size", **_CONFIDENCE, **_CALIBRATION},
     only={"layout": ANCHOR_FIRST, "in_block_mask": BIDIRECTIONAL},
     corrections={MARKOV: "Qwen3DSparkModel"},
     options="",

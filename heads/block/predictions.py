@@ -87,6 +87,9 @@ class BlockPredictions(PredictingHead):
     def chance_logits(self, head: BlockHead, features_NE: Tensor) -> Tensor | None:
         return None if head.confidence is None else head.confidence(features_NE)
 
+    def has_confidence(self, head: BlockHead) -> bool:
+        return head.confidence is not None and head.config.passes == 1
+
     def draft(
         self,
         head: BlockHead,

@@ -1,6 +1,8 @@
 """Reading of a block drafter's config.json (heads/block/layouts.py), checked key by key."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from heads.block.layouts import (
     SHIFT_KEY,
     SPECULATORS,
     STEPS,
+    TEMPERATURES,
     BlockLayout,
     layout_of,
 )
@@ -85,7 +88,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         draft_vocab_size=reader.draft_vocab_size(),
     )
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
-    return config
+    return replace(config, temperatures=reader.temperatures(config))
 
 
 class _Reader:
@@ -161,6 +164,20 @@ class _Reader:
             expected = f"{quote(not reads)} with projector_type {PROJECTORS[correction]}"
             raise self._error("confidence_head_with_markov", reads, expected)
         return has_one
+
+    def temperatures(self, config: BlockConfig) -> tuple[float, ...]:
+        """Return the temperatures of the confidence; empty if the file has none."""
+        values = self.found(TEMPERATURES)
+        if values is None:
+            return ()
+        count = config.num_drafts if config.confidence else 0
+        valid = isinstance(values, list) and len(values) == count > 0
+        if not valid or not all(type(one) in (int, float) and 0 < one < math.inf for one in values):
+            expected = f"{count} numbers above 0, one for each drafted token"
+            raise self._error(
+                TEMPERATURES, values, expected if count else "none in a head without a confidence"
+            )
+        return tuple(map(float, values))
 
     def flag(self, key: str) -> bool:
         value = self.options.get(key, False)

@@ -41,6 +41,8 @@ class BlockConfig:
     conv_taps: int = 0  # slots that a convolution mixes; 0: no convolution
     conv_group: int = 0  # channels that share the variable part of its weights
     confidence: bool = False  # predicts each token's chance of acceptance
+    # divide the confidence's logits at each depth (training/heads/temperatures.py); empty: by 1
+    temperatures: tuple[float, ...] = ()
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     draft_vocab_size: int = 0  # tokens of the shortlist; 0: all

@@ -205,7 +205,15 @@ HEAD_ROWS = [
     ),
     block("domino", DOMINO, layout="anchor_first", correction="gru", rank=6, gru_size=5),
     block("dflash with a draft vocabulary", DFLASH, draft_vocab_size=20),
-    block("dspark", DSPARK, layout="anchor_first", correction="markov", rank=6, confidence=True),
+    block(
+        "dspark",
+        DSPARK,
+        layout="anchor_first",
+        correction="markov",
+        rank=6,
+        confidence=True,
+        temperatures=(0.5, 1.0, 2.0, 1.5),
+    ),
     block(
         "dspark with a draft vocabulary", DSPARK, correction="markov", rank=6, draft_vocab_size=20
     ),

@@ -37,6 +37,7 @@ from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import positions
+from training.heads.temperatures import describe_calibration, read_temperatures
 
 LATER = [
     pytest.param(name, marks=pytest.mark.long)
@@ -363,7 +364,7 @@ def test_no_tree_is_drafted_if_none_pays():
 
 @pytest.mark.parametrize("name", ["dspark", *LATER])
 def test_heads_are_trained_and_loaded_by_the_front_door(
-    name: str, tiny_target: Path, tmp_path: Path
+    name: str, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Check that a trained head drafts, and that greedy output stays the target's."""
     given = [f"head={name}", f"target.path={tiny_target}", "head.rank=8", "head.num_layers=1"]
@@ -376,6 +377,14 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
     assert card["acceptance"][figure] >= 1
     assert "target layers" in (folder / "README.md").read_text()
     assert BlockDrafter(folder).config.mask_token_id == 6  # the byte 0
+    figures = json.loads((tmp_path / "run" / "manifest.json").read_text())["metrics"]
+    fitted = read_temperatures(figures)
+    # several passes are not calibrated
+    assert (
+        len(fitted) == (0 if name == "specdiff" else 7)
+        and BlockDrafter(folder).config.temperatures == fitted
+    )
+    assert describe_calibration(figures) in capsys.readouterr().out
     plain = generate(load(tiny_target, dtype="float64"), "def add(a, b):", max_new_tokens=12)
     engine = load(tiny_target, {"use": str(folder), "by_cost": False}, dtype="float64")
     assert isinstance(engine.drafter, BlockDrafter)

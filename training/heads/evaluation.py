@@ -39,7 +39,7 @@ def combine(evaluations: Sequence[Evaluation]) -> Evaluation:
     return lambda: {name: figure for each in evaluations for name, figure in each().items()}
 
 
-class _FixedBatches:
+class FixedBatches:
     """Batches of one row, their positions and target states, computed only once."""
 
     def __init__(
@@ -51,13 +51,16 @@ class _FixedBatches:
         device: torch.device,
         grouped: bool = False,
         context: bool = False,
+        uses_teacher: bool = False,
+        own_tokens: float = 0.0,
     ) -> None:
+        """Pack the samples. The other arguments are those of `positions`."""
         self._states = states
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
         batches = [collate(samples, [row], max_length, device) for row in rows]
+        given = {"grouped": grouped, "context": context}
         self.batches = [
-            (batch, positions(batch, heads, uses_teacher=False, grouped=grouped, context=context))
-            for batch in batches
+            (batch, positions(batch, heads, uses_teacher, own_tokens, **given)) for batch in batches
         ]
         self._read: list[Tensor] = []
 
@@ -95,7 +98,7 @@ class GreedyChain:
         self.prediction = (
             None if costs is None else SpeedupPrediction(costs, max_new_tokens, draft_tokens)
         )
-        self._fixed = _FixedBatches(
+        self._fixed = FixedBatches(
             states, answers, 1, max_length, device, context=kind.reads_context
         )
 
@@ -202,7 +205,7 @@ class HeadAccuracy:
         self.kind, self.head, self.states = kind, head, states
         self.heads, self.top_k, self._device = heads, top_k, device
         several = len(kind.outputs(head, states)) > 1
-        self._fixed = _FixedBatches(
+        self._fixed = FixedBatches(
             states, samples, heads, max_length, device, several, kind.reads_context
         )
 

@@ -115,6 +115,10 @@ class PredictingHead(Protocol):
         """Return the logits [N] of each prediction's chance of acceptance; None: not predicted."""
         return None
 
+    def has_confidence(self, head: Any) -> bool:
+        """Return whether `chance_logits` predicts chances that drafting reads as training does."""
+        return False
+
     def draft(
         self,
         head: Any,

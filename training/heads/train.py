@@ -34,6 +34,7 @@ from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
 from training.heads.build import build_head, shape_of
+from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target
 from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout
@@ -47,6 +48,7 @@ from training.heads.on_policy import OnPolicyRows
 from training.heads.positions import check_predictions, count_kept
 from training.heads.predicting import count_depths
 from training.heads.real_drafting import block_efficiency
+from training.heads.temperatures import describe_calibration
 from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
 from training.held_out.texts import TextFigures, describe_texts, measure_texts
@@ -217,7 +219,8 @@ def make_evaluation(
 ) -> Evaluation:
     """Return the held-out evaluation: a chain on the target's answers, and accuracies by head.
 
-    Accuracies are measured if there is held-out data, or if the drafter uses them. On greedy
+    Accuracies are measured if there is held-out data, or if the drafter uses them, and a confidence
+    is calibrated if the head has one. On greedy
     answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint,
     with the costs of a round if they are known; trees are measured once, at the end.
     """
@@ -226,6 +229,11 @@ def make_evaluation(
     evaluations: list[Evaluation] = [
         GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device, costs)
     ]
+    if kind.has_confidence(head):
+        temperature = config.held_out.temperature
+        evaluations.insert(
+            0, Calibration(kind, head, states, answers, heads, temperature, length, parallel.device)
+        )
     measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
@@ -327,3 +335,5 @@ def finish(
         f"training; head: {run.artefact}",
     ]
     print(", ".join(filter(None, figures)))
+    if calibrated := describe_calibration(best):
+        print(calibrated)

@@ -61,7 +61,14 @@ ROWS = [
         ),
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: BlockDrafter(
-            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
+            head=random_block(
+                LAW_3_SIZES,
+                2.0,
+                correction="markov",
+                rank=4,
+                confidence=True,
+                temperatures=(0.7, 2.0, 0.5, 1.0, 4.0, 1.5),
+            ),
             stop_below=0.4,
         ),
         slow=True,
