@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,13 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         **reader.convolution(),
         denoising_steps=reader.denoising_steps(correction),
         confidence=reader.confidence(correction),
+        temperatures=reader.temperatures(correction, reader.layout(layout)),
         norm_eps=reader.number("rms_norm_eps"),
         rope_theta=reader.number("rope_theta"),
         draft_vocab_size=reader.draft_vocab_size(),
     )
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
-    return replace(config, temperatures=reader.temperatures(config))
+    return config
 
 
 class _Reader:
@@ -165,12 +165,13 @@ class _Reader:
             raise self._error("confidence_head_with_markov", reads, expected)
         return has_one
 
-    def temperatures(self, config: BlockConfig) -> tuple[float, ...]:
+    def temperatures(self, correction: str, layout: str) -> tuple[float, ...]:
         """Return the temperatures of the confidence; empty if the file has none."""
         values = self.found(TEMPERATURES)
         if values is None:
             return ()
-        count = config.num_drafts if config.confidence else 0
+        drafts = self.size("block_size", 2) - (layout == FILL_IN)
+        count = drafts if self.confidence(correction) else 0
         valid = isinstance(values, list) and len(values) == count > 0
         if not valid or not all(type(one) in (int, float) and 0 < one < math.inf for one in values):
             expected = f"{count} numbers above 0, one for each drafted token"

@@ -58,9 +58,12 @@ class FixedBatches:
         self._states = states
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
         batches = [collate(samples, [row], max_length, device) for row in rows]
-        given = {"grouped": grouped, "context": context}
         self.batches = [
-            (batch, positions(batch, heads, uses_teacher, own_tokens, **given)) for batch in batches
+            (
+                batch,
+                positions(batch, heads, uses_teacher, own_tokens, grouped=grouped, context=context),
+            )
+            for batch in batches
         ]
         self._read: list[Tensor] = []
 
