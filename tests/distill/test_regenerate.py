@@ -250,7 +250,7 @@ def test_a_dry_run_reports_its_seconds_to_the_experiment(home: Path, tmp_path: P
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
             r"has verify=token, max_draft_tokens=9, which only eval.run supports",
         ),
-        (["data.template=nothing"], r"no usable chat is left.*chat template 'nothing' is unknown"),
+        (["data.template=nothing"], "data.template is nothing, expected one of auto"),
         (["max_new_tokens=255"], r"no usable chat is left.*no room in the context"),
     ],
 )
