@@ -323,7 +323,7 @@ def test_invalid_values_are_refused(
 
 @pytest.mark.long
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
-    """Check that every member has a folder, and that a failed member does not stop the others."""
+    """Check that valid members have folders, and that one that is refused stops no other."""
     given = command(
         tiny_target, tmp_path / "sweep", "-m", "student.num_hidden_layers=0,1,2", "dry_run=true"
     )
@@ -334,7 +334,7 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
         in done.stderr
     )
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
-        f"student.num_hidden_layers={layers}" for layers in (0, 1, 2)
+        f"student.num_hidden_layers={layers}" for layers in (1, 2)
     ]
     for layers in (1, 2):
         folder = tmp_path / "sweep" / f"student.num_hidden_layers={layers}" / "drafter"
