@@ -407,6 +407,17 @@ def turn_taps(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"fc.weight": state["fc.weight"].roll(EMBEDDED_HIDDEN, 1)}
 
 
+def turn_channels(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a head whose layers read the channels of attention and MLP in another order.
+
+    Blocks that have trained for so few steps hardly read the target's layers, in any order.
+    """
+    return {
+        name: tensor.roll(1, 1) if re.search(r"\.(o|down)_proj\.", name) else tensor
+        for name, tensor in state.items()
+    }
+
+
 @pytest.mark.engines
 @pytest.mark.parametrize(
     ("head", "options", "method", "length", "damage"),
@@ -415,10 +426,10 @@ def turn_taps(state: dict[str, Any]) -> dict[str, Any]:
         ("eagle1", [], "eagle", 3, turn_taps),
         ("eagle3", [], "eagle3", 3, turn_taps),
         ("eagle3", ["head.draft_vocab_size=512"], "eagle3", 3, turn_taps),
-        ("p_eagle", [], "p_eagle", 7, turn_taps),
-        ("dflash", [], "dflash", 7, turn_taps),
-        ("dflash", ["head.draft_vocab_size=512"], "dflash", 7, turn_taps),
-        ("jetspec", [], "dflash", 7, turn_taps),
+        ("p_eagle", [], "p_eagle", 7, turn_channels),
+        ("dflash", [], "dflash", 7, turn_channels),
+        ("dflash", ["head.draft_vocab_size=512"], "dflash", 7, turn_channels),
+        ("jetspec", [], "dflash", 7, turn_channels),
     ],
     ids=["medusa", "eagle1", "eagle3", "eagle3-512", "p_eagle", "dflash", "dflash-512", "jetspec"],
 )
@@ -429,7 +440,7 @@ def test_vllm_accepts_the_tokens_of_trained_heads_as_often_as_ours(
 
     The control is the same head with its parts in another order, in vLLM alone.
     """
-    # after fewer steps heads hardly read their taps, and the control would draft as well
+    # heads of fewer steps accept too little for the control to accept significantly less
     folder = train_head(tmp_path / "run", head, "loop.max_steps=150", *options)
     given = {"drafters": [str(folder)], "output_dir": str(tmp_path / "eval")}
     cfg = vllm_config(vllm_home, "heads", **given)
