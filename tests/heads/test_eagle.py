@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +27,6 @@ from decoding.models.native.rope import rope_parameters
 from decoding.rounds.settings import Settings
 from heads.eagle.checkpoint import load_head
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.drafts import Drafts
 from heads.eagle.kind import KIND
 from heads.eagle.layouts import SERVED, SERVED_FIRST, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
@@ -36,8 +34,8 @@ from tests.decoding.row_kinds.eagle import random_eagle
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_heads_train import configured
+from tests.support.eagle_drafts import check_drafts
 from tests.support.tiny_targets import LLAMA3_ROPE, hf_model, native_of, random_prompts
-from training.data.packing import Sample, collate
 from training.heads import checkpoint
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -123,24 +121,9 @@ def test_the_training_time_test_equals_the_published_equations(rope: dict[str, A
         hidden_size=16, num_attention_heads=4, max_position_embeddings=64, rope_parameters=rope
     )
     rotary = LlamaRotaryEmbedding(config)
-    generator = torch.Generator().manual_seed(1)
-    embedding = torch.randn(11, 8, generator=generator, dtype=torch.float64)
-    texts = [[3, 1, 4, 1, 5, 9], [2, 6, 5, 3]]
-    samples = [Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool)) for ids in texts]
-    batch = collate(samples, [[0, 1]], 12)
-    states_RTC = torch.randn(1, 12, 24, generator=generator, dtype=torch.float64)
-    tips_M = torch.tensor([1, 3, 7, 8])
-    drafted_MJ = torch.randint(11, (4, 3), generator=generator)
-    drafts = Drafts(head, batch, embedding[batch.ids_RT], states_RTC, tips_M, 3)
-    tokens_MJ = torch.cat((batch.ids_RT[0, tips_M, None], drafted_MJ[:, :2]), 1)
-    for step in range(3):
-        found_MH = drafts.advance(embedding[tokens_MJ[:, step]])
-        for m, tip in enumerate(tips_M.tolist()):
-            start = 0 if tip < 6 else 6
-            ids = [*batch.ids_RT[0, start + 1 : tip].tolist(), *tokens_MJ[m, : step + 1].tolist()]
-            expected_H = reference(head, rotary, embedding[ids], states_RTC[0, start:tip], step)
-            # `transformers` rotates by angles in float32
-            torch.testing.assert_close(found_MH[m], expected_H, rtol=1e-5, atol=1e-5)
+    check_drafts(
+        head, 24, lambda embedded, states, step: reference(head, rotary, embedded, states, step)
+    )
 
 
 @pytest.mark.parametrize(

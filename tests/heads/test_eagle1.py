@@ -24,7 +24,6 @@ from decoding.drafters.registry import head_of
 from decoding.errors import UserError
 from heads.eagle.checkpoint import load_head
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.drafts import Drafts
 from heads.eagle.kind import FIRST, KIND
 from heads.eagle.layouts import SERVED_FIRST
 from heads.eagle.model import EagleHead
@@ -33,6 +32,7 @@ from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
 from tests.heads.test_eagle import random_head, save
 from tests.heads.test_heads_train import configured
+from tests.support.eagle_drafts import check_drafts
 from tests.support.interrupted_data import stop_after_step
 from training.bounds import START, Bounds, Place
 from training.data.packing import PackedBatch, Sample, collate
@@ -108,24 +108,7 @@ def reference(head: EagleHead, tokens_TH: Tensor, states_TH: Tensor) -> Tensor:
 def test_drafts_in_training_equal_the_published_equations(bias: bool) -> None:
     """Compare all drafts of two packed texts with one text at a time in `transformers`' layer."""
     head = first(fc_bias=bias).double()
-    generator = torch.Generator().manual_seed(1)
-    embedding = torch.randn(11, 8, generator=generator, dtype=torch.float64)
-    texts = [[3, 1, 4, 1, 5, 9], [2, 6, 5, 3]]
-    samples = [Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool)) for ids in texts]
-    batch = collate(samples, [[0, 1]], 12)
-    states_RTH = torch.randn(1, 12, 8, generator=generator, dtype=torch.float64)
-    tips_M = torch.tensor([1, 3, 7, 8])
-    drafted_MJ = torch.randint(11, (4, 3), generator=generator)
-    drafts = Drafts(head, batch, embedding[batch.ids_RT], states_RTH, tips_M, 3)
-    tokens_MJ = torch.cat((batch.ids_RT[0, tips_M, None], drafted_MJ[:, :2]), 1)
-    for step in range(3):
-        found_MH = drafts.advance(embedding[tokens_MJ[:, step]])
-        for m, tip in enumerate(tips_M.tolist()):
-            start = 0 if tip < 6 else 6
-            ids = [*batch.ids_RT[0, start + 1 : tip].tolist(), *tokens_MJ[m, : step + 1].tolist()]
-            expected_H = reference(head, embedding[ids], states_RTH[0, start:tip])
-            # `transformers` rotates by angles in float32
-            torch.testing.assert_close(found_MH[m], expected_H, rtol=1e-5, atol=1e-5)
+    check_drafts(head, 8, lambda embedded, states, _: reference(head, embedded, states))
 
 
 # ------------------------------------------------------------------------------------- the losses
