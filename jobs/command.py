@@ -22,7 +22,7 @@ JOBS = {
     "eval.run": "Measure drafters against autoregressive decoding and write a report",
     "eval.compare": "Compare measured drafters in one report",
 }
-USAGE = """Drafters that make large language models decode faster, without changing a word of its output.
+USAGE = """Drafters that make large language models decode faster, without changing a word of their output.
 
 Usage: shallow-draft JOB [KEY=VALUE ...]   run a job; the same as python -m JOB
        shallow-draft JOB --help            list the settings of a job
