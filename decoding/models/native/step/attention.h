@@ -1,5 +1,6 @@
-// A query's scores of keys, and its sum of values.
+// The scores of keys of some queries, and their sums of values.
 //
+// The query heads that share a key/value head are computed together, so that each key and value is read once.
 // Shapes: D head size.
 
 #pragma once
@@ -9,58 +10,71 @@
 #include <cstring>
 #include <limits>
 
+#include "products.h"
 #include "vectors.h"
 
 namespace {
 
-// Writes the products of a query with `count` keys in a row, times `scale`, and returns the largest.
-template <typename T>
-inline Sum<T> score_keys(const T* keys, int64_t count, const Sum<T>* query, int D, Sum<T> scale, Sum<T>* scores) {
+constexpr int MOST_HEADS = 4;  // query heads that are computed together
+
+// Writes the products of `heads` queries, (heads, D), with `count` keys in a row, times `scale`, to rows of
+// `scores` that are `stride` apart, and raises `most`, (heads,), to the largest.
+template <int heads, typename T>
+inline void score_keys(const T* keys, int64_t count, const Input<T>* queries, int D, Sum<T> scale, Sum<T>* scores,
+                       int64_t stride, Sum<T>* most) {
   using A = Sum<T>;
-  constexpr int lanes = VectorOf<A>::lanes;
-  A most = -std::numeric_limits<A>::infinity();
+  using Step = Multiply<T>;
   for (int64_t i = 0; i < count; i += 4, keys += 4 * D) {
     const int keys_here = int(std::min<int64_t>(4, count - i));
-    Vector<A> sums[4] = {};
+    Vector<A> sums[heads][4] = {};
     int d = 0;
-    for (; d + lanes <= D; d += lanes) {
-      const Vector<A> part = load(query + d);
-      for (int j = 0; j < keys_here; ++j) sums[j] += load(keys + j * D + d) * part;
-    }
-    A sum[4];
-    totals(sums, sum);
-    for (int j = 0; j < keys_here; ++j) {
-      for (int rest = d; rest < D; ++rest) add_product(sum[j], widen(keys[j * D + rest]), query[rest]);
-      scores[i + j] = sum[j] * scale;
-      most = std::max(most, scores[i + j]);
+    for (; d + Step::elements <= D; d += Step::elements)
+      for (int j = 0; j < keys_here; ++j) {
+        const typename Step::Part key = Step::part(keys + j * D + d);
+        for (int head = 0; head < heads; ++head) Step::add(sums[head][j], key, Step::part(queries + head * D + d));
+      }
+    for (int head = 0; head < heads; ++head) {
+      A sum[4];
+      totals(sums[head], sum);
+      for (int j = 0; j < keys_here; ++j) {
+        for (int rest = d; rest < D; ++rest)
+          add_product(sum[j], A(widen(keys[j * D + rest])), A(widen(queries[head * D + rest])));
+        scores[head * stride + i + j] = sum[j] * scale;
+        most[head] = std::max(most[head], sum[j] * scale);
+      }
     }
   }
-  return most;
 }
 
-// Adds `count` values in a row, times their weights, to `out`: `vectors` vectors at a time in registers.
-template <int vectors, typename T>
-inline void add_block(const T* values, int64_t count, const Sum<T>* weights, int D, Sum<T>* out) {
+// Adds `count` values in a row, times each head's weights, to `out`, (heads, D): `vectors` vectors at a time in
+// registers. Weights of the heads are `stride` apart.
+template <int heads, int vectors, typename T>
+inline void add_block(const T* values, int64_t count, const Sum<T>* weights, int64_t stride, int D, Sum<T>* out) {
   using A = Sum<T>;
   constexpr int lanes = VectorOf<A>::lanes;
-  Vector<A> sums[vectors];
-  std::memcpy(sums, out, sizeof sums);
-  for (int64_t i = 0; i < count; ++i, values += D) {
-    const A weight = weights[i];
+  Vector<A> sums[heads][vectors];
+  for (int head = 0; head < heads; ++head) std::memcpy(sums[head], out + head * D, sizeof sums[head]);
+  for (int64_t i = 0; i < count; ++i, values += D)
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; ++v) sums[v] += weight * load(values + v * lanes);
-  }
-  std::memcpy(out, sums, sizeof sums);
+    for (int v = 0; v < vectors; ++v) {
+      const Vector<A> value = load(values + v * lanes);
+#pragma GCC unroll 4
+      for (int head = 0; head < heads; ++head) sums[head][v] += weights[head * stride + i] * value;
+    }
+  for (int head = 0; head < heads; ++head) std::memcpy(out + head * D, sums[head], sizeof sums[head]);
 }
 
-template <typename T>
-inline void add_values(const T* values, int64_t count, const Sum<T>* weights, int D, Sum<T>* out) {
-  constexpr int lanes = VectorOf<Sum<T>>::lanes;
+template <int heads, typename T>
+inline void add_values(const T* values, int64_t count, const Sum<T>* weights, int64_t stride, int D, Sum<T>* out) {
+  constexpr int lanes = VectorOf<Sum<T>>::lanes, vectors = VECTOR_BYTES == 64 ? 4 : 2;
   int d = 0;
-  for (; d + 8 * lanes <= D; d += 8 * lanes) add_block<8>(values + d, count, weights, D, out + d);
-  for (; d + lanes <= D; d += lanes) add_block<1>(values + d, count, weights, D, out + d);
+  for (; d + vectors * lanes <= D; d += vectors * lanes)
+    add_block<heads, vectors>(values + d, count, weights, stride, D, out + d);
+  for (; d + lanes <= D; d += lanes) add_block<heads, 1>(values + d, count, weights, stride, D, out + d);
   for (; d < D; ++d)
-    for (int64_t i = 0; i < count; ++i) add_product(out[d], weights[i], widen(values[i * D + d]));
+    for (int head = 0; head < heads; ++head)
+      for (int64_t i = 0; i < count; ++i)
+        add_product(out[head * D + d], weights[head * stride + i], Sum<T>(widen(values[i * D + d])));
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ class Step {
     int64_t longest = 0;
     for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
     scores_ = longest + f_.N;
-    const int64_t per_thread = int64_t(M_) * m_.C + m_.D + scores_;
+    const int64_t per_thread = int64_t(M_) * m_.C + MOST_HEADS * (scores_ + 2 * m_.D);
     const int64_t shared = int64_t(M_) * (m_.C + (m_.Q + 2 * m_.H) * m_.D + m_.Q * m_.D + m_.F);
     const size_t bytes = (shared + per_thread * team.size()) * sizeof(A) + 64;
     if (memory.size() < bytes) memory.resize(bytes);
@@ -53,7 +53,7 @@ class Step {
  private:
   void thread(int rank) {
     Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + rank * own_size_);
-    A* scores = own_ + rank * own_size_ + int64_t(M_) * m_.C + m_.D;
+    A* memory = own_ + rank * own_size_ + int64_t(M_) * m_.C;
     Pieces* pieces = pieces_.get();
     for (int row; (row = pieces->take()) < M_;) {
       const T* embedded = static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C;
@@ -64,7 +64,7 @@ class Step {
     team_.barrier();
     for (int i = 0; i < m_.layers; ++i) {
       const Layer& layer = m_.layer[i];
-      if (layer.attends) attention(layer, normed, scores, pieces);
+      if (layer.attends) attention(layer, normed, memory, pieces);
       if (layer.feeds) feed_forward(layer, normed, pieces + 4);
       pieces += 6;
       if (i + 1 < m_.layers && f_.columns[i + 1] >= 0)  // after the last layer the norm comes first
@@ -111,7 +111,7 @@ class Step {
             });
   }
 
-  void attention(const Layer& layer, Input<T>* normed, A* scores, Pieces* pieces) {
+  void attention(const Layer& layer, Input<T>* normed, A* memory, Pieces* pieces) {
     const int heads = m_.Q + 2 * m_.H, D = m_.D;
     norm_all(layer.attention_norm, normed);
     product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
@@ -122,7 +122,11 @@ class Step {
     team_.barrier();
     for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
     team_.barrier();
-    for (int item; (item = pieces[2].take()) < M_ * m_.Q;) attend(layer, item / m_.Q, item % m_.Q, scores);
+    const int group = m_.Q / m_.H, parts = (group + MOST_HEADS - 1) / MOST_HEADS;
+    for (int item; (item = pieces[2].take()) < M_ * m_.H * parts;) {
+      const int row = item / (m_.H * parts), rest = item % (m_.H * parts), before = rest % parts * MOST_HEADS;
+      attend_heads(std::min(group - before, MOST_HEADS), layer, row, rest / parts * group + before, memory);
+    }
     team_.barrier();
     add_product(layer.out, layer.out_bias, int64_t(m_.Q) * D, attended_, pieces[3]);
     team_.barrier();
@@ -159,30 +163,50 @@ class Step {
     return depth;
   }
 
-  void attend(const Layer& layer, int row, int head, A* scores) {
-    const int D = m_.D, b = row / f_.N, n = row % f_.N, h = head / (m_.Q / m_.H);
+  // The attention of a row's query heads from `first` on, which share a key/value head. `memory`: this thread's.
+  template <int heads>
+  void attend(const Layer& layer, int row, int first, A* memory) {
+    const int D = m_.D, b = row / f_.N, n = row % f_.N, h = first / (m_.Q / m_.H);
     const int64_t start = (int64_t(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
     const T* keys = static_cast<const T*>(layer.keys) + start;
     const T* values = static_cast<const T*>(layer.values) + start;
-    const A* query = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + head) * D;
-    A* out = scores - D;
+    A *scores = memory, *out = memory + heads * scores_;
+    Input<T>* queries = reinterpret_cast<Input<T>*>(out + heads * D);
+    const A* rotated = qkv_ + (int64_t(row) * (m_.Q + 2 * m_.H) + first) * D;
+    store(queries, rotated, heads * D);
     const A scale = A(1) / std::sqrt(A(D));
 
     // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
     const int64_t visible = length + depth(b, n) + 1, plain = f_.parents == nullptr ? visible : length;
-    A most = score_keys(keys, plain, query, D, scale, scores);
+    A most[heads];
+    std::fill(most, most + heads, -std::numeric_limits<A>::infinity());
+    score_keys<heads>(keys, plain, queries, D, scale, scores, scores_, most);
     for (int64_t place = plain; place < visible; ++place) {
       const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;
-      most = std::max(most, score_keys(key, 1, query, D, scale, scores + place));
+      score_keys<heads>(key, 1, queries, D, scale, scores + place, scores_, most);
     }
-    const A sum = exponentials(scores, visible, most);
-    std::fill(out, out + D, A(0));
-    add_values(values, plain, scores, D, out);
-    for (int64_t place = plain; place < visible; ++place)
-      add_values(values + (length + ancestor(b, n, visible - 1 - place)) * D, 1, scores + place, D, out);
-    const A inverse = A(1) / sum;
-    Input<T>* attended = attended_ + (int64_t(row) * m_.Q + head) * D;
-    for (int d = 0; d < D; ++d) store(attended + d, out[d] * inverse);
+    A sums[heads];
+    for (int head = 0; head < heads; ++head) sums[head] = exponentials(scores + head * scores_, visible, most[head]);
+    std::fill(out, out + heads * D, A(0));
+    add_values<heads>(values, plain, scores, scores_, D, out);
+    for (int64_t place = plain; place < visible; ++place) {
+      const T* value = values + (length + ancestor(b, n, visible - 1 - place)) * D;
+      add_values<heads>(value, 1, scores + place, scores_, D, out);
+    }
+    Input<T>* attended = attended_ + (int64_t(row) * m_.Q + first) * D;
+    for (int head = 0; head < heads; ++head) {
+      const A inverse = A(1) / sums[head];
+      for (int d = 0; d < D; ++d) out[head * D + d] *= inverse;
+    }
+    store(attended, out, heads * D);
+  }
+
+  // Calls `attend` with the number of heads, at most MOST_HEADS, as a constant.
+  template <int heads = MOST_HEADS>
+  void attend_heads(int number, const Layer& layer, int row, int first, A* memory) {
+    if constexpr (heads > 1)
+      if (number < heads) return attend_heads<heads - 1>(number, layer, row, first, memory);
+    attend<heads>(layer, row, first, memory);
   }
 
   // The node `steps` above node n.
@@ -201,7 +225,7 @@ class Step {
                     if (bias != nullptr)
                       for (int i = 0; i < count; ++i) gates[i] += widen(bias[f + i]), ups[i] += widen(bias[F + f + i]);
                     activate(gates, ups);
-                    for (int i = 0; i < count; ++i) store(active_ + row * F + f + i, gates[i]);
+                    store(active_ + row * F + f, gates, count);
                   });
     team_.barrier();
     add_product(layer.down, layer.down_bias, F, active_, pieces[1]);

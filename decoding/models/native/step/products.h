@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -102,6 +103,10 @@ inline void tile_of(int rows, const Arguments&... arguments) {
 template <typename T, typename Emit>
 inline void product_pairs(const T* first, const T* second, int64_t pairs, int64_t K, const Input<T>* x, int M,
                           Pieces& pieces, const Emit& emit) {
+#if defined(HAS_TILES)
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (has_tiles) return tile_pairs(first, second, pairs, K, x, M, pieces, emit);
+#endif
   for (int64_t piece; (piece = pieces.take()) * PIECE < pairs;) {
     const int64_t begin = piece * PIECE;
     const int count = int(std::min<int64_t>(PIECE, pairs - begin));

@@ -95,6 +95,15 @@ inline void store(BFloat16* place, Vector<float> x) {
 }
 #endif
 
+// place = x, of `count` elements.
+template <typename U, typename A>
+inline void store(U* place, const A* x, int64_t count) {
+  constexpr int lanes = VectorOf<A>::lanes;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) store(place + i, load(x + i));
+  for (; i < count; ++i) store(place + i, x[i]);
+}
+
 // sum + a * b, rounded once. Scalar sums are written with it, as the compiler otherwise chooses for each
 // loop whether products are rounded before they are added, and so a sum's bits by the number of rows.
 template <typename A>

@@ -1,0 +1,216 @@
+// Products of bfloat16 in the processor's tile registers (Intel AMX): some ten times the rate of its vectors,
+// so that steps of up to 32 rows take as long as the weights need from memory.
+//
+// A tile has 16 rows of 64 bytes. A product of tiles adds, in one order, the 32 terms of each of 16 outputs
+// in each of 16 rows of x, so an output's bits do not depend on the number of rows. Tiles of weights are
+// loaded as they lie in memory; x is transposed, as its tiles have pairs of inputs in rows.
+//
+// Shapes: K inputs and O outputs of a product, M rows.
+
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_TILES 1
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int TILE = 16;                // rows of a tile, and its 32-bit columns
+constexpr int TILE_INPUTS = 2 * TILE;   // inputs of a tile of weights
+constexpr int TILE_WORDS = TILE * TILE;
+
+// Whether the system lets this process use tiles, for which Linux has to be asked.
+inline bool may_use_tiles() {
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+const bool has_tiles = may_use_tiles();
+
+// The compiler's tile intrinsics do not say that they read and write memory.
+inline void finish_writes() { asm volatile("" ::: "memory"); }
+
+// Configures a thread's tiles for as long as it lives: weights (16, 32), and x and sums of `columns` rows of x.
+class Tiles {
+ public:
+  explicit Tiles(int columns) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};  // of a tile's row
+      uint8_t rows[16] = {};
+    } shape;
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool is_weights = tile == 4 || tile == 5;
+      shape.rows[tile] = TILE, shape.bytes[tile] = 4 * (is_weights ? TILE : columns);
+    }
+    finish_writes();
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// out = x^T, of 16 rows of 16 words each.
+inline void transpose(const __m512i (&x)[TILE], __m512i* out) {
+  __m512i pairs[TILE], fours[TILE];
+  for (int i = 0; i < TILE; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < TILE; i += 4)
+    for (int half = 0; half < 2; ++half) {
+      fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + half + 2]);
+      fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + half + 2]);
+    }
+  for (int j = 0; j < 4; ++j) {  // the 128-bit lanes of every fourth one
+    const __m512i low[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x44),
+                            _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x44)};
+    const __m512i high[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xee),
+                             _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xee)};
+    out[j] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
+    out[4 + j] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
+    out[8 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
+    out[12 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
+  }
+}
+
+// Memory of a thread that grows and keeps its contents' place aligned to vectors.
+template <int which>
+inline uint32_t* scratch(size_t words) {
+  static thread_local std::vector<uint32_t> memory;
+  if (memory.size() < words + TILE) memory.resize(words + TILE);
+  return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+}
+
+// Tiles of x_MK: (M / 16, K / 32, 16 pairs of inputs, 16 rows), with zeros past M and K. One row is its own.
+inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K) {
+  const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
+  if (M == 1) {
+    if (K % TILE_INPUTS == 0) return reinterpret_cast<const uint32_t*>(x);
+    uint32_t* row = scratch<0>(steps * TILE);
+    std::memset(row, 0, steps * TILE * sizeof *row);
+    std::memcpy(row, x, K * sizeof *x);
+    return row;
+  }
+  uint32_t* packed = scratch<0>((M + TILE - 1) / TILE * steps * TILE_WORDS);
+  auto* next = reinterpret_cast<__m512i*>(packed);
+  for (int row = 0; row < M; row += TILE)
+    for (int64_t step = 0; step < steps; ++step, next += TILE) {
+      const int64_t left = K - step * TILE_INPUTS;
+      const __mmask32 inputs = left >= TILE_INPUTS ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+      __m512i rows[TILE];
+      for (int i = 0; i < TILE; ++i)
+        rows[i] = row + i < M ? _mm512_maskz_loadu_epi16(inputs, x + (row + i) * K + step * TILE_INPUTS)
+                              : _mm512_setzero_si512();
+      transpose(rows, next);
+    }
+  return packed;
+}
+
+// 16 rows of weights of a product: as they lie in memory, or copied with zeros where a tile would reach
+// beyond their inputs or their number.
+struct TileWeights {
+  const BFloat16* place;
+  int64_t stride;  // elements from row to row
+};
+template <int which>
+inline TileWeights tile_weights(const BFloat16* weight, int count, int64_t K) {
+  if (count == TILE && K % TILE_INPUTS == 0) return {weight, K};
+  const int64_t padded = (K + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+  auto* copy = reinterpret_cast<BFloat16*>(scratch<which>(TILE * padded / 2));
+  std::memset(copy, 0, TILE * padded * sizeof *copy);
+  for (int i = 0; i < count; ++i) std::memcpy(copy + i * padded, weight + i * K, K * sizeof *copy);
+  return {copy, padded};
+}
+
+// The sums of 16 pairs of outputs in 16 rows of x, or with `two` in 32: (half of rows, pair's half, 16 outputs,
+// columns). `ahead`: weights of the next piece, (2, 16, K), which are fetched meanwhile.
+template <bool two>
+inline void multiply_tiles(TileWeights first, TileWeights second, int64_t steps, const uint32_t* x, int columns,
+                           const BFloat16* const (&ahead)[2], float* sums) {
+  const int words = TILE * columns;
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < steps; ++step, x += words) {
+    const int64_t k = step * TILE_INPUTS;
+    _tile_loadd(6, x, 4 * columns);
+    _tile_loadd(4, first.place + k, 2 * first.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, second.place + k, 2 * second.stride);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (two) {
+      _tile_loadd(7, x + steps * words, 4 * columns);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    if (ahead[0] != nullptr)
+      for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 16
+        for (int row = 0; row < TILE; ++row) __builtin_prefetch(ahead[half] + step * TILE_INPUTS * TILE + row * TILE_INPUTS, 0, 2);
+  }
+  _tile_stored(0, sums, 4 * columns);
+  _tile_stored(1, sums + words, 4 * columns);
+  if constexpr (two) {
+    _tile_stored(2, sums + 2 * words, 4 * columns);
+    _tile_stored(3, sums + 3 * words, 4 * columns);
+  }
+  finish_writes();
+}
+
+// product_pairs of bfloat16 (products.h).
+template <typename Emit>
+inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K, const BFloat16* x,
+                       int M, Pieces& pieces, const Emit& emit) {
+  const int columns = M == 1 ? 1 : TILE;
+  const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
+  const uint32_t* packed = pack_rows(x, M, K);
+  const Tiles tiles(columns);
+  alignas(64) float sums[4 * TILE_WORDS];
+  for (int64_t piece = pieces.take(), next; piece * TILE < pairs; piece = next) {
+    next = pieces.take();
+    const int64_t begin = piece * TILE;
+    const int count = int(std::min<int64_t>(TILE, pairs - begin));
+    const TileWeights low = tile_weights<1>(first + begin * K, count, K);
+    const TileWeights high = tile_weights<2>(second + begin * K, count, K);
+    const bool more = (next + 1) * TILE <= pairs;
+    for (int row = 0; row < M; row += 2 * TILE) {
+      const uint32_t* here = packed + row * steps * TILE;
+      const BFloat16* const ahead[2] = {more && row == 0 ? first + next * TILE * K : nullptr, second + next * TILE * K};
+      finish_writes();
+      if (M - row > TILE)
+        multiply_tiles<true>(low, high, steps, here, columns, ahead, sums);
+      else
+        multiply_tiles<false>(low, high, steps, here, columns, ahead, sums);
+      if (M == 1) {
+        emit(0, begin, count, sums, sums + TILE);
+        continue;
+      }
+      for (int part = row; part < std::min(row + 2 * TILE, M); part += TILE) {
+        alignas(64) float values[2][TILE][TILE];
+        for (int half = 0; half < 2; ++half) {
+          __m512i outputs[TILE];
+          std::memcpy(outputs, sums + ((part - row) / TILE * 2 + half) * TILE_WORDS, sizeof outputs);
+          transpose(outputs, reinterpret_cast<__m512i*>(values[half]));
+        }
+        for (int i = 0; i < std::min(TILE, M - part); ++i) emit(part + i, begin, count, values[0][i], values[1][i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#endif
