@@ -33,8 +33,8 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # weight is used often enough for a library's matrix products. In bfloat16 only prompts do: near
 # ties are common, and drafted text would differ from plain text in large batches.
 WIDEST = 128
-# The same for prompts in bfloat16 on a processor that multiplies it, where PyTorch's wide products
-# are faster.
+# The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's wide
+# products are faster. In tile registers the limit is WIDEST.
 WIDEST_PROMPT = 32
 SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
 
@@ -113,9 +113,11 @@ class FusedForward:
             *map(self._hold, (weights.embedding_VC, weights.norm_C, weights.head_weight_VC)),
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
-        is_bfloat16, in_hardware = weights.dtype == torch.bfloat16, multiplies_bfloat16()
-        self._widest = sys.maxsize if is_bfloat16 else WIDEST
-        self._widest_prompt = WIDEST_PROMPT if is_bfloat16 and in_hardware else self._widest
+        self._widest = sys.maxsize if weights.dtype == torch.bfloat16 else WIDEST
+        self._widest_prompt = self._widest
+        if weights.dtype == torch.bfloat16 and multiplies_bfloat16():
+            in_tiles = self.library.multiplies_in_tiles()
+            self._widest_prompt = WIDEST if in_tiles else WIDEST_PROMPT
 
     def takes(self, rows: int) -> bool:
         """Return whether forwards over this many new tokens, in all rows, run fused."""

@@ -186,7 +186,8 @@ class Step {
       score_keys<heads>(key, 1, queries, D, scale, scores + place, scores_, most);
     }
     A sums[heads];
-    for (int head = 0; head < heads; ++head) sums[head] = exponentials(scores + head * scores_, visible, most[head]);
+    for (int head = 0; head < heads; ++head)
+      sums[head] = exponentials(scores + head * scores_, visible, most[head]);
     std::fill(out, out + heads * D, A(0));
     add_values<heads>(values, plain, scores, scores_, D, out);
     for (int64_t place = plain; place < visible; ++place) {

@@ -21,6 +21,7 @@
 #include "products.h"
 #include "structures.h"
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -82,6 +83,9 @@ extern "C" void linear(int32_t dtype, int32_t threads, int32_t M, int64_t O, int
   const auto function = dtype == 0 ? run_product<float> : dtype == 1 ? run_product<double> : run_product<BFloat16>;
   team_of(threads).run(function, &p);
 }
+
+// Whether bfloat16 is multiplied in tile registers (tiles.h).
+extern "C" int32_t multiplies_in_tiles() { return has_tiles; }
 
 // Tests drafted chains; returns as forward_step does, for drafted tokens outside the vocabulary.
 extern "C" int32_t verify_chains(Verification* v) {

@@ -1,20 +1,13 @@
-// Products of bfloat16 in the processor's tile registers (Intel AMX): some ten times the rate of its vectors,
-// so that steps of up to 32 rows take as long as the weights need from memory.
+// Products of bfloat16 in the processor's tile registers (Intel AMX), which multiply so fast that those of up to
+// 32 rows take hardly longer than the weights need from memory.
 //
-// A tile has 16 rows of 64 bytes. A product of tiles adds, in one order, the 32 terms of each of 16 outputs
-// in each of 16 rows of x, so an output's bits do not depend on the number of rows. Tiles of weights are
-// loaded as they lie in memory; x is transposed, as its tiles have pairs of inputs in rows.
+// A tile has 16 rows of 64 bytes. One instruction adds 32 terms, in one order, to each of 16 outputs in each of
+// 16 rows of x, so an output's bits do not depend on the number of rows. Weights are loaded as they lie in
+// memory; x is transposed, as its tiles have pairs of inputs as rows.
 //
 // Shapes: K inputs and O outputs of a product, M rows.
 
 #pragma once
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#define HAS_TILES 1
-
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -23,12 +16,22 @@
 
 #include "team.h"
 #include "vectors.h"
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
-constexpr int TILE = 16;                // rows of a tile, and its 32-bit columns
-constexpr int TILE_INPUTS = 2 * TILE;   // inputs of a tile of weights
+#if !defined(HAS_TILES)
+const bool has_tiles = false;
+#else
+
+constexpr int TILE = 16;               // rows of a tile, and its 32-bit columns
 constexpr int TILE_WORDS = TILE * TILE;
+constexpr int TILE_INPUTS = 2 * TILE;  // inputs of a tile of weights
 
 // Whether the system lets this process use tiles, for which Linux has to be asked.
 inline bool may_use_tiles() {
@@ -40,7 +43,8 @@ const bool has_tiles = may_use_tiles();
 // The compiler's tile intrinsics do not say that they read and write memory.
 inline void finish_writes() { asm volatile("" ::: "memory"); }
 
-// Configures a thread's tiles for as long as it lives: weights (16, 32), and x and sums of `columns` rows of x.
+// Configures a thread's tiles for as long as it lives: 4 and 5 for weights, (16 outputs, 32 inputs), 6 and 7 for
+// x, (16 pairs of inputs, columns), and 0 to 3 for sums, (16 outputs, columns).
 class Tiles {
  public:
   explicit Tiles(int columns) {
@@ -59,8 +63,8 @@ class Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// out = x^T, of 16 rows of 16 words each.
-inline void transpose(const __m512i (&x)[TILE], __m512i* out) {
+// x = x^T, of 16 rows of 16 words each.
+inline void transpose(__m512i (&x)[TILE]) {
   __m512i pairs[TILE], fours[TILE];
   for (int i = 0; i < TILE; i += 2) {
     pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
@@ -71,19 +75,25 @@ inline void transpose(const __m512i (&x)[TILE], __m512i* out) {
       fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + half + 2]);
       fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + half + 2]);
     }
-  for (int j = 0; j < 4; ++j) {  // the 128-bit lanes of every fourth one
-    const __m512i low[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x44),
-                            _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x44)};
-    const __m512i high[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xee),
-                             _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xee)};
-    out[j] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
-    out[4 + j] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
-    out[8 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
-    out[12 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
+  for (int i = 0; i < 4; ++i) {  // lane j of fours[4 * k + i] has word 4 * j + i of rows 4 * k to 4 * k + 3
+    const __m512i low[2] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x44),
+                            _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x44)};
+    const __m512i high[2] = {_mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xee),
+                             _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xee)};
+    x[i] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
+    x[4 + i] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
+    x[8 + i] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
+    x[12 + i] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
   }
 }
+inline void transpose(const float* x, float* out) {
+  __m512i rows[TILE];
+  for (int i = 0; i < TILE; ++i) rows[i] = _mm512_load_si512(x + i * TILE);
+  transpose(rows);
+  for (int i = 0; i < TILE; ++i) _mm512_store_si512(out + i * TILE, rows[i]);
+}
 
-// Memory of a thread that grows and keeps its contents' place aligned to vectors.
+// Memory of a thread for some words, aligned to vectors. `which`: one of several such places.
 template <int which>
 inline uint32_t* scratch(size_t words) {
   static thread_local std::vector<uint32_t> memory;
@@ -102,16 +112,17 @@ inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K) {
     return row;
   }
   uint32_t* packed = scratch<0>((M + TILE - 1) / TILE * steps * TILE_WORDS);
-  auto* next = reinterpret_cast<__m512i*>(packed);
+  uint32_t* next = packed;
   for (int row = 0; row < M; row += TILE)
-    for (int64_t step = 0; step < steps; ++step, next += TILE) {
+    for (int64_t step = 0; step < steps; ++step, next += TILE_WORDS) {
       const int64_t left = K - step * TILE_INPUTS;
       const __mmask32 inputs = left >= TILE_INPUTS ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
       __m512i rows[TILE];
       for (int i = 0; i < TILE; ++i)
         rows[i] = row + i < M ? _mm512_maskz_loadu_epi16(inputs, x + (row + i) * K + step * TILE_INPUTS)
                               : _mm512_setzero_si512();
-      transpose(rows, next);
+      transpose(rows);
+      for (int i = 0; i < TILE; ++i) _mm512_store_si512(next + i * TILE, rows[i]);
     }
   return packed;
 }
@@ -132,34 +143,33 @@ inline TileWeights tile_weights(const BFloat16* weight, int count, int64_t K) {
   return {copy, padded};
 }
 
-// The sums of 16 pairs of outputs in 16 rows of x, or with `two` in 32: (half of rows, pair's half, 16 outputs,
-// columns). `ahead`: weights of the next piece, (2, 16, K), which are fetched meanwhile.
+// Writes the sums of 16 pairs of outputs in 16 rows of x, or with `two` in 32: (half of the rows, half of the
+// pairs, 16 outputs, columns). x: the first of the packed tiles. `ahead`: the first and second weights of the
+// thread's next piece, (16, K) each, which are fetched meanwhile, or null.
 template <bool two>
 inline void multiply_tiles(TileWeights first, TileWeights second, int64_t steps, const uint32_t* x, int columns,
                            const BFloat16* const (&ahead)[2], float* sums) {
   const int words = TILE * columns;
   _tile_zero(0);
   _tile_zero(1);
-  if constexpr (two) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t step = 0; step < steps; ++step, x += words) {
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t step = 0; step < steps; ++step) {
     const int64_t k = step * TILE_INPUTS;
-    _tile_loadd(6, x, 4 * columns);
+    _tile_loadd(6, x + step * words, 4 * columns);
     _tile_loadd(4, first.place + k, 2 * first.stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, second.place + k, 2 * second.stride);
     _tile_dpbf16ps(1, 5, 6);
     if constexpr (two) {
-      _tile_loadd(7, x + steps * words, 4 * columns);
+      _tile_loadd(7, x + (steps + step) * words, 4 * columns);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    if (ahead[0] != nullptr)
-      for (int half = 0; half < 2; ++half)
-#pragma GCC unroll 16
-        for (int row = 0; row < TILE; ++row) __builtin_prefetch(ahead[half] + step * TILE_INPUTS * TILE + row * TILE_INPUTS, 0, 2);
+    for (const BFloat16* weights : ahead)
+      if (weights != nullptr)
+        for (int line = 0; line < TILE; ++line)
+          __builtin_prefetch(weights + (step * TILE + line) * TILE_INPUTS, 0, 2);  // into the second cache
   }
   _tile_stored(0, sums, 4 * columns);
   _tile_stored(1, sums + words, 4 * columns);
@@ -178,39 +188,39 @@ inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pa
   const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
   const uint32_t* packed = pack_rows(x, M, K);
   const Tiles tiles(columns);
-  alignas(64) float sums[4 * TILE_WORDS];
-  for (int64_t piece = pieces.take(), next; piece * TILE < pairs; piece = next) {
+  alignas(64) float sums[4 * TILE_WORDS], outputs[2][TILE_WORDS];
+  int64_t next = pieces.take();  // is taken before the piece ahead of it is computed, so that it can be fetched
+  for (int64_t piece = next; piece * TILE < pairs; piece = next) {
     next = pieces.take();
     const int64_t begin = piece * TILE;
     const int count = int(std::min<int64_t>(TILE, pairs - begin));
     const TileWeights low = tile_weights<1>(first + begin * K, count, K);
     const TileWeights high = tile_weights<2>(second + begin * K, count, K);
     const bool more = (next + 1) * TILE <= pairs;
+    const int64_t after = next * TILE * K;
+    const BFloat16* ahead[2] = {more ? first + after : nullptr, more ? second + after : nullptr};
     for (int row = 0; row < M; row += 2 * TILE) {
-      const uint32_t* here = packed + row * steps * TILE;
-      const BFloat16* const ahead[2] = {more && row == 0 ? first + next * TILE * K : nullptr, second + next * TILE * K};
       finish_writes();
+      const uint32_t* here = packed + row * steps * TILE;
       if (M - row > TILE)
         multiply_tiles<true>(low, high, steps, here, columns, ahead, sums);
       else
         multiply_tiles<false>(low, high, steps, here, columns, ahead, sums);
-      if (M == 1) {
+      ahead[0] = ahead[1] = nullptr;
+      if (columns == 1) {
         emit(0, begin, count, sums, sums + TILE);
         continue;
       }
-      for (int part = row; part < std::min(row + 2 * TILE, M); part += TILE) {
-        alignas(64) float values[2][TILE][TILE];
-        for (int half = 0; half < 2; ++half) {
-          __m512i outputs[TILE];
-          std::memcpy(outputs, sums + ((part - row) / TILE * 2 + half) * TILE_WORDS, sizeof outputs);
-          transpose(outputs, reinterpret_cast<__m512i*>(values[half]));
-        }
-        for (int i = 0; i < std::min(TILE, M - part); ++i) emit(part + i, begin, count, values[0][i], values[1][i]);
+      for (int part = 0; part < 2 && row + part * TILE < M; ++part) {
+        for (int half = 0; half < 2; ++half) transpose(sums + (2 * part + half) * TILE_WORDS, outputs[half]);
+        const int rows = std::min(TILE, M - row - part * TILE);
+        for (int i = 0; i < rows; ++i)
+          emit(row + part * TILE + i, begin, count, outputs[0] + i * TILE, outputs[1] + i * TILE);
       }
     }
   }
 }
 
-}  // namespace
-
 #endif
+
+}  // namespace
