@@ -86,9 +86,11 @@ inline void transpose(__m512i (&x)[TILE]) {
     x[12 + i] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
   }
 }
-inline void transpose(const float* x, float* out) {
+// out = x^T, of 16 rows of x with `columns` numbers each; further rows of `out` are 0.
+inline void transpose(const float* x, int columns, float* out) {
+  const __mmask16 filled = (1u << columns) - 1;
   __m512i rows[TILE];
-  for (int i = 0; i < TILE; ++i) rows[i] = _mm512_load_si512(x + i * TILE);
+  for (int i = 0; i < TILE; ++i) rows[i] = _mm512_maskz_loadu_epi32(filled, x + i * columns);
   transpose(rows);
   for (int i = 0; i < TILE; ++i) _mm512_store_si512(out + i * TILE, rows[i]);
 }
@@ -101,8 +103,8 @@ inline uint32_t* scratch(size_t words) {
   return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
 }
 
-// Tiles of x_MK: (M / 16, K / 32, 16 pairs of inputs, 16 rows), with zeros past M and K. One row is its own.
-inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K) {
+// Tiles of x_MK: (M / 16, K / 32, 16 pairs of inputs, columns), with zeros past M and K. One row is its own.
+inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K, int columns) {
   const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
   if (M == 1) {
     if (K % TILE_INPUTS == 0) return reinterpret_cast<const uint32_t*>(x);
@@ -111,10 +113,11 @@ inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K) {
     std::memcpy(row, x, K * sizeof *x);
     return row;
   }
-  uint32_t* packed = scratch<0>((M + TILE - 1) / TILE * steps * TILE_WORDS);
+  const __mmask16 filled = (1u << columns) - 1;
+  uint32_t* packed = scratch<0>((M + TILE - 1) / TILE * steps * TILE * columns);
   uint32_t* next = packed;
   for (int row = 0; row < M; row += TILE)
-    for (int64_t step = 0; step < steps; ++step, next += TILE_WORDS) {
+    for (int64_t step = 0; step < steps; ++step, next += TILE * columns) {
       const int64_t left = K - step * TILE_INPUTS;
       const __mmask32 inputs = left >= TILE_INPUTS ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
       __m512i rows[TILE];
@@ -122,7 +125,7 @@ inline const uint32_t* pack_rows(const BFloat16* x, int M, int64_t K) {
         rows[i] = row + i < M ? _mm512_maskz_loadu_epi16(inputs, x + (row + i) * K + step * TILE_INPUTS)
                               : _mm512_setzero_si512();
       transpose(rows);
-      for (int i = 0; i < TILE; ++i) _mm512_store_si512(next + i * TILE, rows[i]);
+      for (int i = 0; i < TILE; ++i) _mm512_mask_storeu_epi32(next + i * columns, filled, rows[i]);
     }
   return packed;
 }
@@ -184,9 +187,9 @@ inline void multiply_tiles(TileWeights first, TileWeights second, int64_t steps,
 template <typename Emit>
 inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K, const BFloat16* x,
                        int M, Pieces& pieces, const Emit& emit) {
-  const int columns = M == 1 ? 1 : TILE;
+  const int columns = M > 8 ? TILE : M > 4 ? 8 : M > 2 ? 4 : M, words = TILE * columns;  // fewer are faster
   const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
-  const uint32_t* packed = pack_rows(x, M, K);
+  const uint32_t* packed = pack_rows(x, M, K, columns);
   const Tiles tiles(columns);
   alignas(64) float sums[4 * TILE_WORDS], outputs[2][TILE_WORDS];
   int64_t next = pieces.take();  // is taken before the piece ahead of it is computed, so that it can be fetched
@@ -212,7 +215,7 @@ inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pa
         continue;
       }
       for (int part = 0; part < 2 && row + part * TILE < M; ++part) {
-        for (int half = 0; half < 2; ++half) transpose(sums + (2 * part + half) * TILE_WORDS, outputs[half]);
+        for (int half = 0; half < 2; ++half) transpose(sums + (2 * part + half) * words, columns, outputs[half]);
         const int rows = std::min(TILE, M - row - part * TILE);
         for (int i = 0; i < rows; ++i)
           emit(row + part * TILE + i, begin, count, outputs[0] + i * TILE, outputs[1] + i * TILE);
