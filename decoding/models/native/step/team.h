@@ -4,8 +4,13 @@
 
 #include <dlfcn.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -34,9 +39,46 @@ struct OpenMP {
 const OpenMP open_mp;
 const pid_t loaded_by = getpid();
 
+// A count that threads wait for. They spin for a short time and then sleep, so that on busy cores the
+// thread that has work gets them. A thread that yields instead (as the standard library's waits do
+// first) gives its core to another process for milliseconds, although the others need microseconds.
+class Count {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void wait_while(uint32_t old) {
+    for (int spins = 0; spins < SPINS; ++spins) {
+      if (value() != old) return;
+      pause();
+    }
+    sleepers_.fetch_add(1);
+    while (value_.load() == old) sleep(old);
+    sleepers_.fetch_sub(1);
+  }
+  // The order of all operations on both numbers is the same for all threads (the default of atomics):
+  // either the one that increments sees the sleeper, or the sleeper sees the new value.
+  void increment() {
+    value_.fetch_add(1);
+    if (sleepers_.load() != 0) wake();
+  }
+
+ private:
+  static constexpr int SPINS = 2000;  // some 50 microseconds: barriers wait less, an idle team sleeps
+
+#if defined(__linux__)
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+  void sleep(uint32_t old) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0); }
+  void wake() { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+  void sleep(uint32_t old) { value_.wait(old); }
+  void wake() { value_.notify_all(); }
+#endif
+
+  alignas(64) std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
 // Threads that run one function at a time together, the calling thread among them: OpenMP's where there
-// are such, else the team's own. They spin for a short time and then sleep or yield, so that on busy
-// cores the thread that has work gets them.
+// are such, else the team's own.
 class Team {
  public:
   explicit Team(int size) : size_(size), members_(size), process_(getpid()) {
@@ -49,7 +91,7 @@ class Team {
       return;
     }
     function_ = nullptr;
-    begin();
+    job_.increment();
     for (auto& worker : workers_) worker.join();
   }
   bool fits(int size) const { return size == size_ && process_ == getpid(); }
@@ -62,50 +104,34 @@ class Team {
       open_mp.parallel(&Team::join, this, unsigned(size_), 0);
       return;
     }
-    running_.store(size_ - 1, std::memory_order_relaxed);
-    begin();
+    job_.increment();
     function(argument, 0);
-    for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) idle(spins);
+    barrier();
   }
 
   void barrier() {
-    const uint32_t round = round_.load(std::memory_order_acquire);
+    const uint32_t round = round_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == members_.load(std::memory_order_relaxed)) {
       arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      round_.increment();
       return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) idle(spins);
+    round_.wait_while(round);
   }
 
  private:
-  static constexpr int SPINS = 2000;  // some 50 microseconds: barriers wait less, an idle team sleeps
-
-  static void idle(int spins) {
-    if (spins < SPINS)
-      pause();
-    else
-      std::this_thread::yield();
-  }
   static void join(void* self) {
     Team& team = *static_cast<Team*>(self);
     team.members_.store(open_mp.size(), std::memory_order_relaxed);  // OpenMP may give fewer threads
     team.function_(team.argument_, open_mp.rank());
-    team.barrier();  // OpenMP's own at the end of the region does not yield
-  }
-  void begin() {
-    job_.fetch_add(1, std::memory_order_release);
-    job_.notify_all();
+    team.barrier();  // OpenMP's own at the end of the region may spin for longer
   }
   void work(int rank) {
-    uint32_t seen = 0;
-    for (;;) {
-      for (int spins = 0; spins < SPINS && job_.load(std::memory_order_acquire) == seen; ++spins) pause();
-      job_.wait(seen, std::memory_order_acquire);
-      ++seen;
+    for (uint32_t seen = 0;; ++seen) {
+      job_.wait_while(seen);
       if (function_ == nullptr) return;
       function_(argument_, rank);
-      running_.fetch_sub(1, std::memory_order_release);
+      barrier();
     }
   }
 
@@ -115,10 +141,9 @@ class Team {
   std::vector<std::thread> workers_;
   void (*function_)(void*, int) = nullptr;
   void* argument_ = nullptr;
-  alignas(64) std::atomic<uint32_t> job_{0};
-  alignas(64) std::atomic<int> running_{0};
+  Count job_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};
+  Count round_;
 };
 
 // Work that the team shares: each thread takes the next piece until none is left, so a thread that the
