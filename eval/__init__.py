@@ -1,7 +1,6 @@
 """Jobs that measure real speculative decoding: acceptance, speed and cost of any drafter."""
 
+import decoding  # noqa: F401  (before PyTorch: it shortens the spinning of threads)
 from jobs.interrupts import end_imports_quietly
-from jobs.openmp import spin_briefly
 
-spin_briefly()
 end_imports_quietly()

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from decoding import SPINS
 from decoding.errors import UserError
-from jobs.openmp import SPINS
 from serving.engines.interface import Answer, BatchResult, EngineConfig, Sampling
 
 WORKERS = Path(__file__).parent / "workers"
