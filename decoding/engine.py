@@ -7,10 +7,13 @@ For example:
     print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Timer
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -33,6 +36,10 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import decides_by_cost
 from decoding.values import check_value, quote
+
+COST_SECONDS = 3.0  # after which no further window of costs is measured
+COST_WINDOWS, COST_TOKENS = 5, 12
+NOTE_SECONDS = 1.0  # after which a note says what takes so long
 
 
 @dataclass(frozen=True)
@@ -188,9 +195,10 @@ def with_costs(
 ) -> Settings:
     """Return the settings, with measured costs of a round if a decision needs them.
 
-    The stopping policy, the drafter or the schedule may decide from costs. Measuring takes about
-    sixty target forwards, once for each schedule, rule and batch size, and up to four times as many
-    beside busy processes. It overwrites the caches, so call this before a decode begins.
+    The stopping policy, the drafter or the schedule may decide from costs. They are measured once
+    for each schedule, rule and batch size, until COST_SECONDS have passed, and for at least some
+    sixty target forwards. A note on stderr names the reason if this takes over NOTE_SECONDS.
+    Measuring overwrites the caches, so call this before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
@@ -202,19 +210,39 @@ def with_costs(
     key = f"{settings.schedule}, {rule}, {batch_size}"
     with Claim(engine.target, drafter):
         if key not in engine.costs:
-            engine.costs[key] = measure_costs(
-                engine.target,
-                drafter,
-                prompt or [0],
-                settings,
-                widths=widths_to_time(
-                    drafter, min(settings.num_draft_tokens, settings.max_new_tokens)
-                ),
-                batch_size=batch_size,
-                repeats=2,
-                tokens=24,
+            note = (
+                f"measuring what a round with {drafter.name} costs here, for this and later calls"
             )
+            with _note_if_slow(note):
+                engine.costs[key] = measure_costs(
+                    engine.target,
+                    drafter,
+                    prompt or [0],
+                    settings,
+                    widths=widths_to_time(
+                        drafter, min(settings.num_draft_tokens, settings.max_new_tokens)
+                    ),
+                    batch_size=batch_size,
+                    windows=COST_WINDOWS,
+                    repeats=2,
+                    tokens=max(COST_TOKENS, settings.num_draft_tokens + 1),
+                    seconds=COST_SECONDS,
+                    least_windows=1,
+                )
     return replace(settings, costs=engine.costs[key])
+
+
+@contextmanager
+def _note_if_slow(note: str) -> Iterator[None]:
+    """Print a note on stderr if the block takes longer than NOTE_SECONDS."""
+    told = {"file": sys.stderr, "flush": True}
+    timer = Timer(NOTE_SECONDS, print, (f"note: {note}",), told)
+    timer.daemon = True  # an interrupted process does not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:

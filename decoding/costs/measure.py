@@ -62,14 +62,15 @@ def measure_costs(
     repeats: int = 3,
     tokens: int = 32,
     seconds: float = math.inf,
+    least_windows: int = LEAST_WINDOWS,
 ) -> RoundCosts:
     """Return the costs of a round under these settings, combined from several windows of time.
 
     There are `windows` windows, since a machine's speed changes from second to second; if `seconds`
-    pass before, there are fewer, but at least three of them. Each window times the parts (`repeats`
-    of each, in turn) and then serial generations of `tokens` tokens: at the full draft length, at
-    one draft token (serial schedule only) and without drafts. The rest of a round is the
-    difference between its time and its parts (`add_rest`).
+    pass before, there are fewer, but at least `least_windows` of them. Each window times the parts
+    (`repeats` of each, in turn) and then serial generations of `tokens` tokens: at the full draft
+    length, at one draft token (serial schedule only) and without drafts. The rest of a round is
+    the difference between its time and its parts (`add_rest`).
 
     A window during which other processes used the processors is replaced by another one, up to
     `windows` times and as long as `seconds` have not passed. Costs with a negative rest of a round
@@ -129,6 +130,7 @@ def measure_costs(
             lambda: with_share(target, drafter, lambda: [window(one) for one in frontiers]),
             windows,
             seconds,
+            least_windows,
         )
     if planner is None:
         return found[0]
@@ -140,11 +142,11 @@ def measure_costs(
 Window = Callable[[], tuple[float, list[RoundCosts]]]
 
 
-def _measure_windows(window: Window, most: int, seconds: float) -> list[RoundCosts]:
+def _measure_windows(window: Window, most: int, seconds: float, least: int) -> list[RoundCosts]:
     """Return the combined costs of each frontier, with the reason if they are unreliable."""
     ends = perf_counter() + seconds
     for _ in range(ATTEMPTS):
-        windows = _collect(window, most, ends)
+        windows = _collect(window, most, ends, min(most, least))
         found = [combine_windows(of) for of in zip(*(costs for _, costs in windows), strict=True)]
         if all(costs.overhead_ms >= 0 for costs in found) or perf_counter() >= ends:
             break
@@ -156,13 +158,15 @@ def _measure_windows(window: Window, most: int, seconds: float) -> list[RoundCos
     ]
 
 
-def _collect(window: Window, most: int, ends: float) -> list[tuple[float, list[RoundCosts]]]:
-    """Return `most` undisturbed windows, or fewer but at least LEAST_WINDOWS if time ends before.
+def _collect(
+    window: Window, most: int, ends: float, least: int
+) -> list[tuple[float, list[RoundCosts]]]:
+    """Return `most` undisturbed windows, or fewer but at least `least` if time ends before.
 
     If fewer than LEAST_WINDOWS are undisturbed, return the LEAST_WINDOWS least disturbed ones.
     ends: end of the time, by `perf_counter`.
     """
-    least, found = min(most, LEAST_WINDOWS), list[tuple[float, list[RoundCosts]]]()
+    found = list[tuple[float, list[RoundCosts]]]()
     undisturbed = 0
     while undisturbed < most and len(found) < MOST_FACTOR * most:
         if len(found) >= least and perf_counter() >= ends:
@@ -170,7 +174,7 @@ def _collect(window: Window, most: int, ends: float) -> list[tuple[float, list[R
         found.append(window())
         undisturbed += found[-1][0] >= UNDISTURBED
     by_share = sorted(found, key=lambda pair: pair[0], reverse=True)
-    return by_share[: max(least, undisturbed)]
+    return by_share[: max(min(most, LEAST_WINDOWS), undisturbed)]
 
 
 def add_rest(

@@ -168,12 +168,16 @@ class SimulatedParts:
             )
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (1e9, 5)])
-def test_at_least_three_windows_are_measured(
-    seconds: float, expected: int, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [({"seconds": 0.0}, 3), ({"seconds": 0.0, "least_windows": 1}, 1), ({"seconds": 1e9}, 5)],
+    ids=["three", "one", "all"],
+)
+def test_a_least_number_of_windows_is_measured(
+    bound: dict[str, Any], expected: int, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = SimulatedParts(clock, [0.9])
-    assert parts.costs(monkeypatch, seconds=seconds).unreliable == ""
+    assert parts.costs(monkeypatch, **bound).unreliable == ""
     assert parts.windows == expected
 
 
