@@ -74,7 +74,7 @@ DRAFTERS = {
     "p_eagle": DrafterEntry(
         "heads.eagle.parallel.ParallelEagleDrafter",
         "folder",
-        architectures=("PeagleLlamaForCausalLM",),
+        architectures=("PeagleLlamaForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
         trained="heads.eagle.kind.PARALLEL",
         options={"by_cost": True, "dtype": AUTO},
     ),

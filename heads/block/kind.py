@@ -4,7 +4,6 @@ Presets share a class: they differ in their file of values, and in whether predi
 tokens drafted before them.
 """
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -211,8 +210,8 @@ class BlockKind(BlockPredictions, HeadKind):
             "tokens from it, for heads without a correction."
         )
         if shape.is_dflash and not shape.draft_vocab_size:
-            served = {"method": "dflash", "model": ".", "num_speculative_tokens": shape.num_drafts}
-            launch.append(f"vllm serve {target} --speculative-config '{json.dumps(served)}'")
+            served = CONTRACT.servers[0].launch_of(target, SERVED.name, shape)
+            launch += [served.command] if served else []
             remarks += " vLLM drafts a chain."
         return ReadmeParts(
             tag=self.name,

@@ -43,11 +43,13 @@ from training.heads.published import (
     HIDDEN_STATES,
     LM_HEAD_COPY,
     OUTPUTS,
-    PROPOSALS,
     Contract,
+    Launch,
     PublishedLayout,
     Server,
     put,
+    sglang_launch,
+    vllm_launch,
     within,
 )
 
@@ -87,9 +89,6 @@ class BlockLayout(PublishedLayout):
         values = super().config(shape, dtype)
         for key, value in _values_of_correction(shape).items():
             put(values, self.options + key, value)
-        if self.verifier:
-            drafted = {"speculative_tokens": shape.num_drafts, "verifier_accept_k": 1}
-            put(values, PROPOSALS, [{"proposal_type": "greedy", **drafted}])
         return values | {"architectures": [self.corrections[shape.correction]]}
 
     def extensions(self, shape: BlockConfig) -> list[str]:
@@ -222,6 +221,7 @@ SPECULATORS = BlockLayout(
     renamed=_NAMES,
     writes_t2d=True,
     verifier="speculators_config.verifier.name_or_path",
+    proposed="num_drafts",
     inner=INNER,
     # those of Qwen3 in transformers, which are left out where they are not changed
     defaults={
@@ -249,6 +249,21 @@ DEEPSPEC = replace(
     options="",
     extended=False,
 )
+
+
+def _launch_vllm(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch:
+    method = "dspark" if shape.correction == MARKOV else "dflash"
+    # by hand and in tests, on CPUs; its DSpark and DFlash2 need a GPU
+    was_run = layout == SERVED.name and shape.is_dflash
+    return vllm_launch(target, was_run, method=method, num_speculative_tokens=shape.num_drafts)
+
+
+def _launch_sglang(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch:
+    algorithm = "DSPARK" if shape.correction == MARKOV else "DFLASH"
+    options = f"--speculative-num-draft-tokens {shape.block_size}"
+    return sglang_launch(target, algorithm, options)
+
+
 _OUTPUT_LAYERS = {f"{OPTIONS}.{LAYERS}": OUTPUTS, LAYERS: OUTPUTS}
 _READABLE = {"passes": 1, "reads_embedding": False, "gru_size": 0}
 _SERVERS = (
@@ -258,6 +273,7 @@ _SERVERS = (
         only=_READABLE,
         ignored=(T2D,),
         needs={LM_HEAD_COPY: "draft_vocab_size"},
+        launch=_launch_vllm,
     ),
     Server(
         "SGLang 0.5.23",
@@ -265,6 +281,7 @@ _SERVERS = (
         only=_READABLE,
         ignored=(T2D,),
         refused=("speculators",),
+        launch=_launch_sglang,
     ),
 )
 

@@ -2,9 +2,10 @@
 
 For a draft vocabulary a file has `d2t` (row i is the token i + d2t[i]) and mostly `t2d` (whether a
 token is drafted). Servers take the embedding from the target, which trains frozen in all of them,
-so a stored one is not read. A head that drafts in one pass has `mask_hidden`, its mask token as
-`pard_token`, and as `num_parallel_tokens`, which servers do not read, the number of tokens that it
-was trained to draft. A file without the numbers of layers has the default of all servers.
+so a stored one is not read. A head that drafts in one pass has `mask_hidden`, its mask token
+(`pard_token` in our layout), and the number of tokens that it was trained to draft
+(`num_parallel_tokens`, which servers do not read). A file without the numbers of layers has the
+default of all servers.
 
 An EAGLE-1 head has neither layers nor a draft vocabulary nor an lm_head. Its `fc` has a bias where
 config.json has no `bias`, as in the original repository.
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, T2D, check_t2d, ids_of, is_drafted
 from decoding.models.folder import WEIGHTS, load_state, read_json
@@ -29,9 +29,9 @@ from heads.eagle.layouts import (
     BIAS,
     CONVENTION,
     LAYERS,
-    PARALLEL,
     READ_AS,
     SWITCHES,
+    drafting_in_one_pass,
     is_first,
     layout_of,
 )
@@ -149,10 +149,11 @@ def read_head_config(folder: Path) -> EagleConfig:
         )
     V, drafted = sizes.pop("vocab_size"), sizes.pop("draft_vocab_size")
     fc_bias = switches.pop(BIAS, False)
-    if PARALLEL in found:
-        checkpoint.check_size(file, TRAINED_TOKENS, values.get(TRAINED_TOKENS), 2)
-        checkpoint.check_size(file, MASK_TOKEN, values.get(MASK_TOKEN), 0, V - 1)
-        sizes |= {"parallel": values[TRAINED_TOKENS], "mask_token_id": values[MASK_TOKEN]}
+    if one_pass := drafting_in_one_pass(layout, values):
+        (mask_key, mask), (tokens_key, tokens) = one_pass.items()
+        checkpoint.check_size(file, tokens_key, tokens, 2)
+        checkpoint.check_size(file, mask_key, mask, 0, V - 1)
+        sizes |= {"parallel": tokens, "mask_token_id": mask}
     return EagleConfig(
         vocab_size=V,
         draft_vocab_size=0 if drafted == V else drafted,

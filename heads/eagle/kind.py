@@ -1,6 +1,5 @@
 """EAGLE-1, EAGLE-3 and P-EAGLE as kinds of trained heads (training/heads/kind.py)."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from jobs.paths import name_anywhere
 from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.build import mask_token_of
-from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
+from training.heads.published import PublishedLayout
 from training.models.shapes import target_widths
 
 STARTS = ("lm_head", "random")
@@ -48,7 +47,7 @@ class EagleKind(EaglePredictions, HeadKind):
         """
         self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
         self.predicts_states = predicts_states
-        self.layout: FolderLayout = SERVED_PARALLEL if parallel else SERVED
+        self.layout: PublishedLayout = SERVED_PARALLEL if parallel else SERVED
         self.contract = PARALLEL_CONTRACT if parallel else CONTRACT
         if predicts_states:
             self.layout, self.contract = SERVED_FIRST, FIRST_CONTRACT
@@ -187,8 +186,9 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target, shape = shlex.quote(name_anywhere(card["target"])), EagleConfig(**card["shape"])
-        speculative: dict[str, Any] = {"method": "eagle3", "model": "."}
-        speculative["num_speculative_tokens"] = shape.parallel or card["num_draft_tokens"] or 3
+        served = self.contract.servers[0].launch_of(
+            target, self.layout.name, shape, card["num_draft_tokens"]
+        )
         paper, drafts = "An EAGLE-3 head (arXiv 2503.01840)", "the size of the tree"
         reads = "hidden states and embedding"
         remarks = (
@@ -197,18 +197,16 @@ class EagleKind(EaglePredictions, HeadKind):
             "outputs."
         )
         if shape.predicts_states:
-            speculative["method"] = "eagle"
             paper, reads = (
                 "An EAGLE-1 head (arXiv 2401.15077)",
                 "last hidden state, embedding and lm_head",
             )
             remarks = "The tree grows as in EAGLE-2."
         if shape.parallel:
-            speculative["parallel_drafting"] = True
             paper, drafts = "A P-EAGLE head (arXiv 2602.01469)", "the length of the chain"
         launch = [f"python -m eval.run target.path={target} drafters=[.]"]
-        if not shape.fc_bias:  # vLLM ignores it
-            launch.append(f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'")
+        if served:
+            launch.append(served.command)
         architectures = ", ".join(self.layout.config(shape, torch.float32)["architectures"])
         return ReadmeParts(
             tag=self.name,

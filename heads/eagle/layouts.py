@@ -5,6 +5,11 @@ specforge     SpecForge's exports to SGLang, and the original repository's files
 modelopt      exports of NVIDIA's Model Optimizer
 speculators   vLLM's library; the sizes lie in an inner object
 
+P-EAGLE heads have the first, the second and the last of these. SpecForge and speculators train them
+with an embedding of their own, where this project reads the target's: a folder is read only if
+`embed_requires_grad` is false in it, as in exports of this project. SpecForge takes the mask token
+from `dflash_config`, and numbers of tokens from the settings of its training alone.
+
 EAGLE-1 heads have one layout, whose tensors are those of the original repository.
 
 In `eagle_config`, SGLang, SpecForge and Model Optimizer number layers by their outputs. vLLM takes
@@ -20,27 +25,38 @@ from dataclasses import replace
 from typing import Any
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
+from heads.eagle.model import NUM_TAPS, EagleConfig
 from training.heads.published import (
     EMBEDDING_COPY,
     HIDDEN_STATES,
     OUTPUTS,
     PROPOSALS,
     Contract,
+    Launch,
     PublishedLayout,
     Server,
+    get,
+    sglang_launch,
+    vllm_launch,
     within,
 )
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 PARALLEL = "PeagleLlamaForCausalLM"  # vLLM's name of a head that drafts in one pass
 SPECULATOR = "Eagle3Speculator"
+PARALLEL_SPECULATOR = "PEagleSpeculator"
+PARALLEL_SPECFORGE = "PEagleDraftModel"
 FIRST = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")  # EAGLE-1 in vLLM, in SGLang
+MASK_IN_SPECULATORS = "mask_token_id"
 BIAS = "bias"  # whether the map of EAGLE-1 has one
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", PARALLEL, SPECULATOR, *FIRST)
+PARALLELS = (PARALLEL, PARALLEL_SPECULATOR, PARALLEL_SPECFORGE)
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", SPECULATOR, *PARALLELS, *FIRST)
 CONVENTION = "hidden_states"  # of the key taps_convention
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SERVED_LAYERS = f"eagle_config.{LAYERS}"
 INNER = "transformer_layer_config"
+KIND = "speculators_model_type"
+MASK_IN_SPECFORGE = f"dflash_config.{MASK_IN_SPECULATORS}"
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 # tensors of other writers, under this project's names
 READ_AS = (
@@ -116,6 +132,25 @@ SPECFORGE = PublishedLayout(
     only={"num_taps": 3, "norm_before_residual": False, **_ONE_BY_ONE},
     full_vocabulary=True,
 )
+SPECFORGE_PARALLEL = replace(
+    SPECFORGE,
+    fixed={
+        "architectures": [PARALLEL_SPECFORGE],
+        **_LLAMA,
+        "embed_requires_grad": False,  # this project's own, as is the number of tokens
+    },
+    fields={
+        **_OUTER,
+        "norm_before_residual": "norm_before_residual",
+        MASK_IN_SPECFORGE: "mask_token_id",
+        TRAINED_TOKENS: "parallel",
+    },
+    if_true={"norm_output": "norm_output"},  # without effect in one pass
+    # it rotates by the base alone
+    only={"num_taps": 3, "fc_norm": False, "rope_scaling": None},
+    renamed=((r"^midlayer\.", "layers.0."),),
+    defaults={"embed_requires_grad": True},
+)
 MODELOPT = PublishedLayout(
     "modelopt",
     fixed={
@@ -144,13 +179,10 @@ SPECULATORS = PublishedLayout(
     "speculators",
     fixed={
         "architectures": [SPECULATOR],
-        "speculators_model_type": "eagle3",
+        KIND: "eagle3",
         "speculators_version": "0.9.0",
         "speculators_config.algorithm": "eagle3",
         "speculators_config.default_proposal_method": "greedy",
-        PROPOSALS: [
-            {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1},
-        ],
         "speculators_config.verifier.architectures": [],
         "norm_before_fc": False,
         "embed_requires_grad": False,
@@ -166,6 +198,7 @@ SPECULATORS = PublishedLayout(
     only=_ONE_BY_ONE,
     renamed=((r"^midlayer\.", "layers.0."),),
     verifier="speculators_config.verifier.name_or_path",
+    proposed="proposed_tokens",
     inner=INNER,
     # speculators takes a Qwen3 where nothing is written; sizes are LLaMA's defaults in transformers
     defaults={
@@ -179,52 +212,137 @@ SPECULATORS = PublishedLayout(
         "max_position_embeddings": 2048,
     },
 )
-_SERVERS = (
-    Server(
-        "vLLM 0.32",
-        layers={LAYERS: HIDDEN_STATES, SERVED_LAYERS: HIDDEN_STATES},
-        ignored=("t2d",),
-    ),
-    Server(
-        "SGLang 0.5.23",
-        layers={SERVED_LAYERS: OUTPUTS},
-        assumed={"norm_before_residual": False, "parallel": 0},
-        ignored=("t2d", "mask_hidden"),
-        refused=("speculators",),
-    ),
+SPECULATORS_PARALLEL = replace(
+    SPECULATORS,
+    fixed={
+        **SPECULATORS.fixed,
+        "architectures": [PARALLEL_SPECULATOR],
+        KIND: "peagle",
+        "speculators_config.algorithm": "peagle",
+    },
+    fields={**SPECULATORS.fields, MASK_IN_SPECULATORS: "mask_token_id"},
+    only={},
+    defaults={**SPECULATORS.defaults, "embed_requires_grad": True},
+)
+
+
+def _unreadable_in_vllm(layout: str, shape: EagleConfig) -> list[str]:
+    """Return what vLLM does not take over from the keys of speculators, and then misses."""
+    found = []
+    if layout == SPECULATORS.name and shape.num_taps != NUM_TAPS:
+        found.append(f"it reads {NUM_TAPS} layers in this layout, and the head {shape.num_taps}")
+    if layout == SPECULATORS.name and shape.parallel and shape.fc_norm:
+        found.append("it knows no fc_norm in a P-EAGLE head of this layout")
+    return found
+
+
+def _launch_vllm(target: str, layout: str, shape: EagleConfig, tokens: int) -> Launch | None:
+    if shape.fc_bias:  # it ignores the bias
+        return None
+    was_run = layout == SERVED.name or (layout == SPECULATORS.name and not shape.parallel)
+    given: dict[str, Any] = {
+        "method": "eagle" if shape.predicts_states else "eagle3",
+        "num_speculative_tokens": shape.parallel or tokens or 3,
+    }
+    if shape.parallel:
+        given["parallel_drafting"] = True
+    return vllm_launch(target, was_run, **given)
+
+
+def _launch_sglang(target: str, layout: str, shape: EagleConfig, tokens: int) -> Launch | None:
+    if shape.parallel:  # it drafts token by token, and the head is trained for one pass
+        return None
+    steps = tokens or 3
+    options = (
+        f"--speculative-num-steps {steps} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {steps + 1}"
+    )
+    return sglang_launch(target, "EAGLE" if shape.predicts_states else "EAGLE3", options)
+
+
+_VLLM = Server(
+    "vLLM 0.32",
+    layers={LAYERS: HIDDEN_STATES, SERVED_LAYERS: HIDDEN_STATES},
+    ignored=("t2d",),
+    unreadable=_unreadable_in_vllm,
+    launch=_launch_vllm,
+)
+_SGLANG = Server(
+    "SGLang 0.5.23",
+    layers={SERVED_LAYERS: OUTPUTS},
+    assumed={"norm_before_residual": False, "parallel": 0},
+    ignored=("t2d", "mask_hidden"),
+    refused=(SPECULATORS.name,),
+    launch=_launch_sglang,
+)
+_PARALLEL_SERVERS = (
+    # for SpecForge's own name: `Model architectures ['Eagle3PEagleDraftModel'] are not supported`
+    replace(_VLLM, refused=(SPECFORGE.name,)),
+    replace(_SGLANG, refused=(SPECFORGE.name, SPECULATORS.name)),
 )
 
 
 def is_first(values: Mapping[str, Any]) -> bool:
     """Return whether a config.json is an EAGLE-1 head's."""
+    return not {*_architectures(values)}.isdisjoint(FIRST)
+
+
+def _architectures(values: Mapping[str, Any]) -> list[Any]:
     found = values.get("architectures")
-    return isinstance(found, list) and not {*found}.isdisjoint(FIRST)
+    return found if isinstance(found, list) else []
 
 
 def layout_of(values: Mapping[str, Any]) -> PublishedLayout:
     """Return the layout of a config.json."""
-    if "speculators_model_type" in values:
-        return SPECULATORS
+    architectures = _architectures(values)
+    if KIND in values:
+        return SPECULATORS_PARALLEL if values[KIND] == "peagle" else SPECULATORS
+    if PARALLEL_SPECFORGE in architectures:
+        return SPECFORGE_PARALLEL
     if is_first(values):
         return SERVED_FIRST
     if "taps" in values or LAYERS in values:
-        return SERVED_PARALLEL if PARALLEL in values.get("architectures", ()) else SERVED
+        return SERVED_PARALLEL if PARALLEL in architectures else SERVED
     served = values.get("eagle_config") or {}
     return MODELOPT if "use_last_layernorm" in served else SPECFORGE
 
 
-def _contract(*layouts: PublishedLayout) -> Contract:
+def drafting_in_one_pass(layout: PublishedLayout, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mask token and the number of trained tokens, by the keys of a P-EAGLE config.json.
+
+    Empty for a layout of other heads.
+    """
+    if layout is SERVED_PARALLEL:
+        keys = (MASK_TOKEN, TRAINED_TOKENS)
+    elif layout is SPECFORGE_PARALLEL:
+        keys = (MASK_IN_SPECFORGE, TRAINED_TOKENS)
+    elif layout is SPECULATORS_PARALLEL:
+        methods = get(values, PROPOSALS)
+        first = methods[0] if isinstance(methods, list) and methods else None
+        tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
+        return {MASK_IN_SPECULATORS: values.get(MASK_IN_SPECULATORS), PROPOSALS: tokens}
+    else:
+        return {}
+    return {key: get(values, key) for key in keys}
+
+
+def _contract(servers: tuple[Server, ...], *layouts: PublishedLayout) -> Contract:
     named = {each.name: each for each in layouts}
     optional = frozenset({"t2d"})
-    return Contract(named, layout_of, _SERVERS, READ_AS, frozenset({EMBEDDING_COPY}), optional)
+    return Contract(named, layout_of, servers, READ_AS, frozenset({EMBEDDING_COPY}), optional)
 
 
-CONTRACT = _contract(SERVED, SPECFORGE, MODELOPT, SPECULATORS)
-PARALLEL_CONTRACT = _contract(SERVED_PARALLEL)
+CONTRACT = _contract((_VLLM, _SGLANG), SERVED, SPECFORGE, MODELOPT, SPECULATORS)
+PARALLEL_CONTRACT = _contract(
+    _PARALLEL_SERVERS, SERVED_PARALLEL, SPECFORGE_PARALLEL, SPECULATORS_PARALLEL
+)
 FIRST_CONTRACT = Contract(
     {SERVED_FIRST.name: SERVED_FIRST},
     layout_of,
-    (Server("vLLM 0.32", assumed={"fc_bias": False}), Server("SGLang 0.5.23")),
+    (
+        Server("vLLM 0.32", assumed={"fc_bias": False}, launch=_launch_vllm),
+        Server("SGLang 0.5.23", launch=_launch_sglang),
+    ),
     READ_AS,
     frozenset({EMBEDDING_COPY}),
 )

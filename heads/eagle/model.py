@@ -83,6 +83,11 @@ class EagleConfig:
         return 1 if self.predicts_states else len(self.taps) or NUM_TAPS
 
     @property
+    def proposed_tokens(self) -> int:
+        """Tokens of a draft in a layout that names their number."""
+        return self.parallel or 3
+
+    @property
     def rope_theta(self) -> float:
         """Base of the rotary frequencies, in the older form of config.json."""
         return float(self.rope["rope_theta"])

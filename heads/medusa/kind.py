@@ -4,7 +4,6 @@ Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target
 drafted vocabulary.
 """
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from decoding.interfaces import Drafter
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.layouts import CONTRACT, VLLM
+from heads.medusa.layouts import CONTRACT, VLLM, unreadable_in_vllm
 from heads.medusa.model import MedusaConfig, MedusaHeads
 from heads.medusa.tree import RANKS
 from jobs.paths import name_anywhere
@@ -156,22 +155,25 @@ class MedusaKind(HeadKind):
         return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
-        target, heads = shlex.quote(name_anywhere(card["target"])), card["shape"]["num_heads"]
-        speculative = {"method": "medusa", "model": ".", "num_speculative_tokens": heads}
-        option = f"--speculative-config '{json.dumps(speculative)}'"
+        target, shape = shlex.quote(name_anywhere(card["target"])), MedusaConfig(**card["shape"])
+        served = CONTRACT.servers[0].launch_of(target, VLLM.name, shape)
         return ReadmeParts(
             tag="medusa",
             title="Medusa heads (Medusa-1, arXiv 2401.10774)",
-            form=self.describe(MedusaConfig(**card["shape"])),
+            form=self.describe(shape),
             reads="last hidden state",
             layout="vLLM's layout (model_type medusa)",
-            launch=(
+            launch=[
                 f"python -m eval.run target.path={target} drafters=[.]",
-                f"vllm serve {target} {option}",
-            ),
+                *([served.command] if served else []),
+            ],
             remarks="The tree is chosen from the measured accuracies (`medusa_accuracy` in "
-            "config.json) and by the measured costs of a round. vLLM drafts a chain of best "
-            "tokens.",
+            "config.json) and by the measured costs of a round. "
+            + (
+                "vLLM drafts a chain of best tokens."
+                if served
+                else f"vLLM does not load the heads: {unreadable_in_vllm(shape)}."
+            ),
         )
 
 

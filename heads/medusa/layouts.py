@@ -6,13 +6,18 @@ vllm          ours: `blocks.{i}.layers.{j}.weight|bias` and `lm_heads.{i}.weight
 original      FasterDecoding/Medusa: `medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias`
               and `{i}.{layers}.weight`; the sizes are those of the tensors
 
+vLLM's code knows a draft vocabulary, but version 0.32 loads none. It makes projections of single
+heads for all tokens and cuts what it loads to `token_map`, so that files of either size fail. With
+one projection it loads all tensors, then misses `token_map` among those that it counted as loaded.
+
 `medusa_accuracy`, from which trees are chosen, is an extension that other readers ignore.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from training.heads.published import Contract, PublishedLayout, Server
+from heads.medusa.model import MedusaConfig
+from training.heads.published import Contract, Launch, PublishedLayout, Server, vllm_launch
 
 MODEL_TYPE = "medusa"
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
@@ -61,6 +66,28 @@ _READ_AS = (
 )
 
 
+def unreadable_in_vllm(shape: MedusaConfig) -> str:
+    """Return why vLLM does not load the heads, with its words; empty if it does."""
+    if not shape.draft_vocab_size:
+        return ""
+    words = (
+        "`ValueError: Following weights were not initialized from checkpoint: {'token_map'}`"
+        if shape.shared
+        else "`assert loaded_weight.shape[output_dim] == self.org_vocab_size`"
+    )
+    return f"it loads no draft vocabulary of Medusa heads ({words})"
+
+
+def _unreadable(layout: str, shape: MedusaConfig) -> list[str]:
+    return [found] if (found := unreadable_in_vllm(shape)) else []
+
+
+def _launch_vllm(target: str, layout: str, shape: MedusaConfig, tokens: int) -> Launch:
+    return vllm_launch(
+        target, not shape.shared, method=MODEL_TYPE, num_speculative_tokens=shape.num_heads
+    )
+
+
 def layout_of(values: Mapping[str, Any]) -> PublishedLayout:
     """Return the layout of a config.json."""
     is_original = "medusa_num_heads" in values and "hidden_size" not in values
@@ -71,7 +98,7 @@ CONTRACT = Contract(
     {each.name: each for each in (VLLM, ORIGINAL)},
     layout_of,
     servers=(
-        Server("vLLM 0.32", refused=("original",)),
+        Server("vLLM 0.32", refused=("original",), unreadable=_unreadable, launch=_launch_vllm),
         Server("FasterDecoding/Medusa", assumed={"num_heads": 5}, refused=("vllm",)),
     ),
     read_as=_READ_AS,

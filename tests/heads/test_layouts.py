@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
-from decoding.models.native.rope import rope_parameters
 from heads.eagle.checkpoint import load_head, read_head_config
 from heads.export import export, form_of
 from heads.registry import kind_in
 from scripts import check_head, export_head
 from tests.heads import law_6
-from tests.heads.rows import HEAD_ROWS, HeadRow
-from tests.support.tiny_targets import LLAMA3_ROPE
-from training.heads.checkpoint import save_head
+from tests.heads.published import LLAMA3, PLAIN, change, config_of, notes_of, saved
 
-ROWS = {row.name: row for row in HEAD_ROWS}
-PLAIN = "eagle3"
 # every layout, with heads that it can hold: their rows, and fields of their shapes
-LLAMA3 = {"rope": rope_parameters({"rope_scaling": LLAMA3_ROPE})}
 AS_PUBLISHED = {"fc_norm": False, "norm_output": False}
 HELD: list[tuple[str, str, dict[str, Any]]] = [
     ("served", "eagle3 with a normalized residual", {}),
     ("served", "p_eagle with a draft vocabulary", {}),
+    ("speculators", "p_eagle", LLAMA3),
+    ("speculators", "p_eagle with a draft vocabulary", {"taps": (1, 3)}),
+    ("specforge", "p_eagle with a draft vocabulary", {"norm_before_residual": True}),
+    ("specforge", "p_eagle", {"fc_norm": False}),
     ("served", "eagle1 with a bias", LLAMA3),
     ("specforge", PLAIN, LLAMA3),
     ("specforge", "eagle3 with a draft vocabulary", AS_PUBLISHED),
@@ -48,32 +45,6 @@ HELD: list[tuple[str, str, dict[str, Any]]] = [
     ("deepspec", "dspark", {}),
 ]
 of_all = pytest.mark.parametrize(("layout", "name", "fields"), HELD, ids=str)
-
-
-def saved(folder: Path, name: str = PLAIN, **fields: Any) -> tuple[HeadRow, Path]:
-    """Save the random head of a row, with other fields of its shape, in this project's layout."""
-    row = ROWS[name]
-    other = replace(row, shape=lambda target: replace(row.shape(target), **fields))
-    model = law_6.target()
-    head = law_6.head_of(other, model)
-    save_head(row.kind.layout, other.shape(model.config), head, folder)
-    return other, folder
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return values
-
-
-def change(folder: Path, **values: Any) -> Path:
-    """Change values of a folder's config.json."""
-    (folder / "config.json").write_text(json.dumps(config_of(folder) | values))
-    return folder
-
-
-def notes_of(folder: Path) -> str:
-    kind = kind_in(folder)
-    return "\n".join(form_of(kind, folder, kind.read_shape(folder)).notes)
 
 
 # ------------------------------------------------------------------------------------- round trip
@@ -366,7 +337,14 @@ def test_other_copies_than_the_targets_tensors_are_refused(tmp_path: Path) -> No
         (PLAIN, {"taps": (1, 3)}, "specforge", "num_taps is 2, expected 3"),
         (PLAIN, {"taps": (3, 1)}, "speculators", r"taps are \[3, 1\], expected rising layers"),
         ("medusa", {"shared": True}, "original", "shared is true, expected false"),
-        ("p_eagle", {}, "specforge", "layout 'specforge' is unknown, expected one of served"),
+        ("p_eagle", {}, "modelopt", "layout 'modelopt' is unknown, expected one of served, specf"),
+        ("p_eagle", {}, "specforge", "fc_norm is true, expected false"),
+        (
+            "p_eagle",
+            {"fc_norm": False, **LLAMA3},
+            "specforge",
+            "rope_scaling is .*llama3.*, expected null",
+        ),
         ("eagle1", {}, "modelopt", "layout 'modelopt' is unknown, expected one of served"),
         ("recurrent", {}, "served", "has no published layout"),
         ("jetspec", {}, "speculators", "in_block_mask is causal, expected bidirectional"),

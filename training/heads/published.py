@@ -5,10 +5,11 @@ attribute of the head's shape. Layers are numbered as Hugging Face's hidden_stat
 other numbers for the same states, and the table holds the difference.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class PublishedLayout:
     full_vocabulary: bool = False  # d2t and t2d are written for the full vocabulary too
     writes_t2d: bool = False  # t2d is written beside d2t though the head has none
     verifier: str = ""  # path of the target's name
+    proposed: str = ""  # field: number of drafted tokens in speculators' method of proposal
     weights: str = WEIGHTS  # the file of tensors
     # object of config.json with the sizes, and the values that its writer leaves out
     inner: str = ""
@@ -57,6 +59,9 @@ class PublishedLayout:
         for path, less in self.layers.items():
             if shape.taps:
                 put(values, path, [tap + less for tap in shape.taps])
+        if self.proposed:
+            drafted = {"speculative_tokens": getattr(shape, self.proposed), "verifier_accept_k": 1}
+            put(values, PROPOSALS, [{"proposal_type": "greedy", **drafted}])
         return values | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
     def stored_name(self, name: str) -> str:
@@ -124,9 +129,35 @@ class PublishedLayout:
         ]
 
 
+class Launch(NamedTuple):
+    """A command that serves a target with a head in the working folder."""
+
+    command: str
+    was_run: bool  # with a head of this form in this layout; False: written from its sources alone
+
+
+def vllm_launch(target: str, was_run: bool, **speculative: Any) -> Launch:
+    """Return vLLM's command. target: quoted for a shell. speculative: further keys."""
+    given = json.dumps({"method": speculative.pop("method"), "model": ".", **speculative})
+    return Launch(f"vllm serve {target} --speculative-config '{given}'", was_run)
+
+
+def sglang_launch(target: str, algorithm: str, options: str) -> Launch:
+    """Return SGLang's command. target: quoted for a shell. options: further ones."""
+    return Launch(
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path . {options}",
+        was_run=False,
+    )
+
+
+# target (quoted for a shell), layout, shape, tokens of a draft -> its command, if there is one
+Launcher = Callable[[str, str, Any, int], Launch | None]
+
+
 @dataclass(frozen=True)
 class Server:
-    """How a server reads folders of a kind of head where it gives no error."""
+    """How a server reads folders of a kind of head."""
 
     name: str
     # path -> stored number less that of the state it reads; the first path in the file is used
@@ -138,6 +169,10 @@ class Server:
     # tensor -> field; without the tensor it does not load heads whose field is not 0
     needs: Mapping[str, str] = field(default_factory=dict)
 
+    # layout, shape -> further reasons why it does not load a head, in words
+    unreadable: Callable[[str, Any], list[str]] = lambda layout, shape: []
+    launch: Launcher = lambda target, layout, shape, tokens: None
+
     def notes(
         self, layout: str, values: Mapping[str, Any], tensors: Sequence[str], shape: Any
     ) -> list[str]:
@@ -145,15 +180,8 @@ class Server:
 
         layout: the folder's. values: its config.json. tensors: their names in the file.
         """
-        if layout in self.refused:
-            return [f"{self.name} does not read the layout {layout}"]
-        wrong = [
-            f"{name} {_shown(getattr(shape, name))}"
-            for name, value in self.only.items()
-            if getattr(shape, name) != value
-        ]
-        if wrong:
-            return [f"{self.name} does not read a head with {', '.join(wrong)}"]
+        if refused := self.refusal(layout, shape):
+            return [f"{self.name} {refused}"]
         notes = [self._layers_note(values, shape)] if self.layers else []
         notes += [
             f"ignores {name}={_shown(getattr(shape, name))} and computes with {_shown(value)}"
@@ -162,25 +190,61 @@ class Server:
         ]
         skipped = [name for name in tensors if name in self.ignored]
         notes += [f"ignores the tensors {', '.join(skipped)}"] if skipped else []
-        notes += [
+        notes += self.lacks(tensors, shape)
+        return [f"{self.name} {note}" for note in notes]
+
+    def launch_of(self, target: str, layout: str, shape: Any, tokens: int = 0) -> Launch | None:
+        """Return the command that serves a target with the head; None if the server cannot.
+
+        target: quoted for a shell. tokens: of a draft; 0: the usual number.
+        """
+        return None if self.refusal(layout, shape) else self.launch(target, layout, shape, tokens)
+
+    def refusal(self, layout: str, shape: Any) -> str:
+        """Return why the server does not load the head; empty if it does."""
+        if layout in self.refused:
+            return f"does not read the layout {layout}"
+        wrong = [
+            f"{name} {_shown(getattr(shape, name))}"
+            for name, value in self.only.items()
+            if getattr(shape, name) != value
+        ]
+        if wrong:
+            return f"does not read a head with {', '.join(wrong)}"
+        found = self.unreadable(layout, shape)
+        return f"does not load the head: {'; '.join(found)}" if found else ""
+
+    def lacks(self, tensors: Sequence[str], shape: Any) -> list[str]:
+        """Return which tensors of the target the server needs beside those of the file."""
+        return [
             f"needs {tensor} for {name} {getattr(shape, name)}: give export_head.py the target"
             for tensor, name in self.needs.items()
             if getattr(shape, name) and tensor not in tensors
         ]
-        return [f"{self.name} {note}" for note in notes]
 
-    def _layers_note(self, values: Mapping[str, Any], shape: Any) -> str:
+    def misread_layers(self, values: Mapping[str, Any], shape: Any) -> str:
+        """Return which other layers the server would read; empty if it reads the head's."""
+        path, read = self._layers_in(values)
+        if not path or read == tuple(shape.taps):
+            return ""
+        return (
+            f"reads hidden_states {listed(read)} ({path}), NOT {listed(shape.taps)}: hardly a "
+            f"token would be accepted. Write the folder anew with scripts/export_head.py"
+        )
+
+    def _layers_in(self, values: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        """Return the path that the server reads, and its layers as hidden_states."""
         for path, less in self.layers.items():
             if found := get(values, path):
-                read = tuple(number - less for number in found)
-                same = read == tuple(shape.taps)
-                return f"reads hidden_states {listed(read)} ({path})" + (
-                    ", as this project does"
-                    if same
-                    else f", NOT {listed(shape.taps)}: hardly a token would be accepted. Write "
-                    f"the folder anew with scripts/export_head.py"
-                )
-        return f"finds no layers in {' or '.join(self.layers)} and reads its default ones"
+                return path, tuple(number - less for number in found)
+        return "", ()
+
+    def _layers_note(self, values: Mapping[str, Any], shape: Any) -> str:
+        path, read = self._layers_in(values)
+        if not path:
+            return f"finds no layers in {' or '.join(self.layers)} and reads its default ones"
+        same = f"reads hidden_states {listed(read)} ({path}), as this project does"
+        return self.misread_layers(values, shape) or same
 
 
 @dataclass(frozen=True)
@@ -229,4 +293,6 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
