@@ -5,7 +5,8 @@ those of the kinds of heads (`HeadKind.contract`).
 """
 
 import json
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from decoding.values import check_choice
 from heads.registry import kind_in
 from jobs.files import write_text
+from jobs.paths import name_anywhere
 from training.heads.checkpoint import FolderLayout, check_sizes, write_head_files
 from training.heads.kind import HeadKind
 from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY, Contract, put, rename
@@ -86,9 +88,9 @@ def export(folder: Path, name: str, out: Path, target: Path | None = None) -> li
     """Write a head in the layout `name`, and return notes on what was converted.
 
     target: a folder, whose embedding and output rows are written too if servers read them from such
-    a head. The weights keep their dtype and bits; tokenizer and card are copied. Raises UserError
-    for an unknown layout, a head that it cannot describe, another target, and a folder `out` that
-    exists.
+    a head. The weights keep their dtype and bits; tokenizer and card are copied, and a README names
+    the commands that serve the head. Raises UserError for an unknown layout, a head that it cannot
+    describe, another target, and a folder `out` that exists.
     """
     kind = kind_in(folder)
     contract = contract_of(kind, folder)
@@ -116,7 +118,60 @@ def export(folder: Path, name: str, out: Path, target: Path | None = None) -> li
     if card:
         copied = {"copy_of": {"drafter_hash": hash_input(folder)}, "layout": name}
         write_text(out / CARD, json.dumps(card | copied | {"drafter_hash": hash_input(out)}))
-    return form_of(kind, out, shape).notes
+    notes = form_of(kind, out, shape).notes
+    write_text(out / "README.md", readme(kind, shape, name, card, values, [*state], notes))
+    return notes
+
+
+def readme(
+    kind: HeadKind,
+    shape: Any,
+    layout: str,
+    card: Mapping[str, Any],
+    values: Mapping[str, Any],
+    tensors: Sequence[str],
+    notes: Sequence[str],
+) -> str:
+    """Return the README of a head in a published layout, in the Hugging Face Hub's form.
+
+    card: the head's, or {}. values: config.json. tensors: their names in the file. notes: see
+    `Form`.
+    """
+    assert kind.contract is not None
+    about = {"target": "TARGET", "num_draft_tokens": 0, **card, "shape": vars(shape)}
+    parts, target = kind.readme(about), shlex.quote(name_anywhere(about["target"]))
+    blocks = [("Shallow Draft", "run", parts.launch[0])]
+    for server in kind.contract.servers:
+        served = server.launch_of(target, layout, shape, about["num_draft_tokens"])
+        loads = not server.lacks(tensors, shape) and not server.misread_layers(values, shape)
+        if served is not None and loads:
+            tested = "run" if served.was_run else "by form, not run"
+            blocks.append((server.name, tested, served.command))
+    lines = "\n\n".join(
+        f"**{name}** ({tested})\n\n```bash\n{command}\n```" for name, tested, command in blocks
+    )
+    unknown = "" if "target" in card else " Put the target's path in the place of TARGET."
+    return f"""---
+tags: [speculative-decoding, drafter, {parts.tag}]
+---
+# {card.get("name", kind.name)} in the layout {layout}
+
+{parts.title} for `{about["target"]}`: {parts.form}.
+It only proposes tokens; the target decides every one of them, so the output is the target's. It reads that target's {parts.reads},
+and works with no other. The weights are those of the exported folder, bit for bit.
+
+## Run it
+
+Run these lines in this folder, which they name `.`.{unknown} A line that is marked `run` was run with a head of this form.
+
+{lines}
+
+## The layout
+
+{chr(10).join(f"- {note}" for note in notes) or "Servers ignore nothing in this folder."}
+
+Made with Shallow Draft.
+"""  # noqa: E501
 
 
 def target_ends(target: Path, names: Collection[str], ids_N: Tensor | None) -> dict[str, Tensor]:
