@@ -16,10 +16,12 @@ from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
 from heads.block.shape import EMBEDDING, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.layouts import ARCHITECTURE, PARALLEL
+from heads.eagle.layouts import ARCHITECTURE, CONTRACT, PARALLEL, PARALLEL_CONTRACT
+from heads.eagle.model import EagleConfig
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import MODEL_TYPE as MEDUSA
+from heads.medusa.layouts import unreadable_in_vllm
 
 EAGLE, EAGLE3, P_EAGLE, DFLASH = "eagle", "eagle3", "p_eagle", "dflash"
 # vLLM's methods; p_eagle is its eagle3 with parallel_drafting
@@ -49,6 +51,8 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
     if isinstance(drafter, MedusaDrafter):
         if read_json(folder / "config.json").get("model_type") != MEDUSA:
             raise _refusal(folder, "it does not read Medusa's original layout")
+        if words := unreadable_in_vllm(drafter.config):
+            raise _refusal(folder, f"{words}; train heads with head.draft_vocab_size=0")
         return ServedHead(MEDUSA, drafter.config.num_heads)
     if isinstance(drafter, EagleDrafter):
         if drafter.config.predicts_states:
@@ -58,6 +62,7 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
                 )
             return ServedHead(EAGLE)
         _check_taps(folder, drafter.config.taps_of(num_layers), num_layers)
+        _check_layout(folder, drafter.config)
         if not isinstance(drafter, ParallelEagleDrafter):
             return ServedHead(EAGLE3)
         _check_architectures(folder)
@@ -67,6 +72,15 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
         _check_taps(folder, drafter.config.taps, num_layers)
         return ServedHead(DFLASH, drafter.config.num_drafts)
     return None
+
+
+def _check_layout(folder: Path, config: EagleConfig) -> None:
+    """Raise UserError for an EAGLE-3 or P-EAGLE head in a layout that vLLM refuses or misreads."""
+    contract = PARALLEL_CONTRACT if config.parallel else CONTRACT
+    values, vllm = read_json(folder / "config.json"), contract.servers[0]
+    layout = contract.layout_of(values).name
+    if words := vllm.refusal(layout, config) or vllm.misread_layers(values, config):
+        raise _refusal(folder, f"it {words}")
 
 
 def _check_architectures(folder: Path) -> None:

@@ -16,9 +16,13 @@ from decoding.interfaces import Drafter
 from heads.block.drafter import BlockDrafter
 from heads.block.layouts import SERVED as LAYOUT
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.layouts import SERVED_PARALLEL
+from heads.eagle.layouts import SERVED, SERVED_FIRST, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead
 from heads.eagle.parallel import ParallelEagleDrafter
+from heads.export import export
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.layouts import VLLM
+from heads.medusa.model import MedusaConfig, MedusaHeads
 from serving.engines.conversion import for_vllm
 from serving.engines.heads import ServedHead, served_head
 from serving.engines.interface import EngineConfig, Method
@@ -48,6 +52,23 @@ def eagle(*taps: int) -> EagleDrafter:
     return EagleDrafter(head=eagle_head(*taps))
 
 
+def stored(drafter: Drafter, folder: Path) -> Path:
+    """Return the folder, with the head of an EAGLE or Medusa drafter in the layout of training."""
+    if isinstance(drafter, MedusaDrafter):
+        save_head(VLLM, drafter.config, drafter.heads, folder)
+    elif isinstance(drafter, EagleDrafter):
+        layout = SERVED_FIRST if drafter.config.predicts_states else SERVED
+        save_head(layout, drafter.config, drafter.cache.head, folder)
+    return folder
+
+
+def medusa(**fields: Any) -> MedusaDrafter:
+    heads = MedusaHeads(MedusaConfig(13, 8, num_heads=2, **fields))
+    if fields.get("draft_vocab_size"):
+        heads.token_ids_V = torch.tensor([1, 3, 4, 9])
+    return MedusaDrafter(heads=heads)
+
+
 @pytest.mark.parametrize(
     ("drafter", "expected"),
     [
@@ -59,13 +80,18 @@ def eagle(*taps: int) -> EagleDrafter:
         (block(), ServedHead("dflash", 6)),
         (block(in_block_mask="causal", block_size=4), ServedHead("dflash", 3)),
         (block(draft_vocab_size=4), ServedHead("dflash", 6)),
+        (medusa(), ServedHead("medusa", 2)),
+        (medusa(shared=True), ServedHead("medusa", 2)),
     ],
-    ids=["eagle3", "eagle1", "dflash", "jetspec", "dflash with a draft vocabulary"],
+    ids=[
+        *("eagle3", "eagle1", "dflash", "jetspec", "dflash with a draft vocabulary"),
+        *("medusa", "medusa with a shared projection"),
+    ],
 )
 def test_heads_that_vllm_runs_have_a_method_and_a_length(
-    drafter: Drafter, expected: ServedHead
+    drafter: Drafter, expected: ServedHead, tmp_path: Path
 ) -> None:
-    assert served_head(drafter, Path("head"), 4) == expected
+    assert served_head(drafter, stored(drafter, tmp_path / "head"), 4) == expected
 
 
 def test_other_drafters_have_none(tiny_target: Path) -> None:
@@ -99,17 +125,59 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
             "ignores the bias of fc; train one with head.fc_bias=false",
         ),
         (eagle(3, 1), r"reads the layers \[3, 1\] in this order, and vLLM in rising order"),
+        (
+            medusa(draft_vocab_size=4),
+            r"it loads no draft vocabulary of Medusa heads \(`assert loaded_weight.*`\); train "
+            r"heads with head.draft_vocab_size=0",
+        ),
+        (medusa(draft_vocab_size=4, shared=True), r"not initialized from .*: {'token_map'}`\)"),
     ],
     ids=[
         *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
         *("denoising", "embedding", "last layer", "bias", "order of layers"),
+        "medusa with a draft vocabulary",
+        "medusa with a shared projection to one",
     ],
 )
 def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
-    drafter: Drafter, words: str
+    drafter: Drafter, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=words):
-        served_head(drafter, Path("mine"), 4)
+        served_head(drafter, stored(drafter, Path("mine")), 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "words"),
+    [
+        ("served", {}, ""),
+        ("speculators", {}, ""),
+        ("modelopt", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: hardly a token"),
+        ("specforge", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: hardly a token"),
+        ("speculators", {"taps": (1, 3)}, "reads 3 layers in this layout, and the head 2"),
+        ("served", {"parallel": 3}, ""),
+        ("speculators", {"parallel": 3}, ""),
+        ("speculators", {"parallel": 3, "fc_norm": True}, "knows no fc_norm in a P-EAGLE head"),
+        ("specforge", {"parallel": 3}, "does not read the layout specforge"),
+    ],
+    ids=str,
+)
+def test_eagle_heads_in_layouts_that_vllm_refuses_or_misreads_are_refused(
+    layout: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    shape = {"taps": (1, 2, 3), "fc_norm": False, "norm_output": False, **fields}
+    head = eagle_head(*shape.pop("taps"), **shape, mask_token_id=12 if "parallel" in shape else 0)
+    parallel = bool(head.config.parallel)
+    save_head(SERVED_PARALLEL if parallel else SERVED, head.config, head, tmp_path / "ours")
+    folder = tmp_path / "head"
+    export(tmp_path / "ours", layout, folder)
+    drafter = (ParallelEagleDrafter if parallel else EagleDrafter)(folder)
+    if not words:
+        expected = ServedHead("p_eagle", 3) if parallel else ServedHead("eagle3")
+        assert served_head(drafter, folder, 4) == expected
+        return
+    with pytest.raises(UserError, match=words):
+        served_head(drafter, folder, 4)
 
 
 def test_a_p_eagle_head_is_run_if_vllm_knows_its_first_architecture(tmp_path: Path) -> None:
