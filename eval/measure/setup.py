@@ -19,6 +19,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.draft_vocabulary import draft_vocab_size
+from decoding.models.folder import CARD, read_json
 from decoding.models.load import AUTO, load_target
 from decoding.models.native.model import EXECUTIONS as NATIVE_EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
@@ -34,6 +35,7 @@ from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.budgets import Shapes, shapes_of
 from eval.statistics.schema import DrafterFacts, RunFacts
+from heads.block.drafter import BlockDrafter
 from jobs import drafters as drafter_list
 from jobs.paths import resolve, resolve_model
 from jobs.run_folder import hardware
@@ -288,7 +290,21 @@ def _facts_of(
         dtype=stored[1] if stored else "",
         length_cap=length_cap,
         draft_vocab_size=draft_vocab_size(stored[0]) if stored else 0,
+        calibrated_at=_calibrated_at(drafter, stored[0]) if stored else None,
     )
+
+
+def _calibrated_at(drafter: Drafter, folder: Path) -> float | None:
+    """Return the temperature at which the confidences were calibrated that end a drafter's drafts.
+
+    None if nothing ends them, they are not calibrated, or the card does not give a temperature.
+    """
+    if not isinstance(drafter, BlockDrafter) or not drafter.ends_by_confidence:
+        return None
+    file = folder / CARD
+    figures = read_json(file).get("acceptance", {}) if file.is_file() else {}
+    found = figures.get("temperature") if drafter.config.temperatures else None
+    return None if found is None else float(found)
 
 
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:

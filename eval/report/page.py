@@ -122,7 +122,7 @@ def comparison_page(
         ),
         evaluations=evaluations,
         differences=tables.differences_table(panels, evaluations),
-        notes=[note for one in evaluations for note in one.notes],
+        notes=tables.comparison_notes(evaluations),
         panels=list(zip(panels, plots_by_panel, strict=True)),
         everything=entries[0].prompts == ALL,
         made=made,

@@ -361,7 +361,7 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
         title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
         results.append(dataclasses.replace(table, title=title))
     tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
-    notes = [*text.doubts(named), limits_note(shown[0])]
+    notes = [*text.doubts(named), *text.calibrated_elsewhere(named), limits_note(shown[0])]
     print_tables(tables, text.warnings(shown), notes, text.LEGEND, console)
 
 
@@ -381,10 +381,19 @@ def print_comparison(
         title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
         tables += [*panel_tables(panel, title), panel_losses(panel)]
     tables += [differences_table(panels, evaluations), *of_engines]
-    notes = [note for one in evaluations for note in one.notes]
+    notes = comparison_notes(evaluations)
     warnings = [*comparison_warnings(evaluations), *engine_warnings]
     legend = text.COMPARISON_LEGEND | (text.ENGINES_COMPARED_LEGEND if of_engines else {})
     print_tables(tables, warnings, notes, legend, console)
+
+
+def comparison_notes(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the notes of all evaluations, each after the label of its run."""
+    notes = [note for one in evaluations for note in one.notes]
+    for one in evaluations:
+        named = [(text.drafter_name(row), row) for row in one.rows]
+        notes += [f"{one.label}: {note}" for note in text.calibrated_elsewhere(named)]
+    return notes
 
 
 def comparison_warnings(evaluations: Sequence[Evaluation]) -> list[str]:

@@ -55,6 +55,23 @@ def doubts(named: Sequence[tuple[str, Row]]) -> list[str]:
     ]
 
 
+def calibrated_elsewhere(named: Sequence[tuple[str, Row]]) -> list[str]:
+    """Return a sentence for each drafter whose confidences are of another temperature than a row.
+
+    named: rows, each with its name.
+    """
+    at: dict[tuple[str, float], list[str]] = defaultdict(list)
+    for name, row in named:
+        if row.calibrated_at is not None and row.calibrated_at != row.temperature:
+            at[name, row.calibrated_at].append(f"{row.temperature:g}")
+    return [
+        f"The confidences that end the drafts of {name} were calibrated at temperature "
+        f"{calibrated:g}, and also serve at {', '.join(dict.fromkeys(others))}, where a draft may "
+        f"end too early or too late. Train the head with held_out.temperature as it will serve."
+        for (name, calibrated), others in at.items()
+    ]
+
+
 def percent(value: float | None, digits: int = 0) -> str:
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 

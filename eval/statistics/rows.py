@@ -98,6 +98,7 @@ def build_row(
         drafter_parameters=facts.parameters,
         drafter_dtype=facts.dtype,
         draft_vocab_size=facts.draft_vocab_size,
+        calibrated_at=facts.calibrated_at,
         **{name: vars(first)[name] for name in OF_RECORDS},
         **{name: vars(facts)[name] for name in ("length_rule", "schedule", "stopping")},
         lossless=equality.word,

@@ -34,6 +34,9 @@ class DrafterFacts:
     # cap on the lengths that its stopping rule sets (length_rule "cap"), else None
     length_cap: int | None = None
     draft_vocab_size: int = 0  # tokens that it can propose; 0: all
+    # temperature at which the confidences were calibrated that end its drafts; None: it has none,
+    # or the temperature is not known
+    calibrated_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,8 @@ class Row:
     prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound
     engine: str = "ours"
     unreliable: str = ""  # why predicted_speedup is unreliable, as a clause; empty: it is reliable
+    # temperature at which the drafter's confidences were calibrated; None: none, or not known
+    calibrated_at: float | None = None
 
     @property
     def condition(self) -> Condition:

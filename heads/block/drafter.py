@@ -98,6 +98,8 @@ class BlockDrafter:
         _check_head(name, head, shape, stop_below)
         self._steps = choose_steps(name, self.config, denoising_steps)
         self._stop_below = stop_below
+        ends = shape == "chain" and (by_cost or stop_below > 0)
+        self.ends_by_confidence = self.config.confidence and ends  # of drafts
         temperatures = self.config.temperatures or [1.0] * self.config.num_drafts
         self._temperatures_K = devices.tensor(temperatures, self.device, self.dtype)
         self._costs: RoundCosts | None = None
