@@ -29,7 +29,7 @@ from training.features.taps import Layers
 from training.heads.build import mask_token_of
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
-from training.heads.published import PublishedLayout
+from training.heads.published import Contract, PublishedLayout
 from training.models.shapes import target_widths
 
 STARTS = ("lm_head", "random")
@@ -48,7 +48,7 @@ class EagleKind(EaglePredictions, HeadKind):
         self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
         self.predicts_states = predicts_states
         self.layout: PublishedLayout = SERVED_PARALLEL if parallel else SERVED
-        self.contract = PARALLEL_CONTRACT if parallel else CONTRACT
+        self.contract: Contract = PARALLEL_CONTRACT if parallel else CONTRACT
         if predicts_states:
             self.layout, self.contract = SERVED_FIRST, FIRST_CONTRACT
 

@@ -83,9 +83,7 @@ def _unreadable(layout: str, shape: MedusaConfig) -> list[str]:
 
 
 def _launch_vllm(target: str, layout: str, shape: MedusaConfig, tokens: int) -> Launch:
-    return vllm_launch(
-        target, not shape.shared, method=MODEL_TYPE, num_speculative_tokens=shape.num_heads
-    )
+    return vllm_launch(target, True, method=MODEL_TYPE, num_speculative_tokens=shape.num_heads)
 
 
 def layout_of(values: Mapping[str, Any]) -> PublishedLayout:

@@ -47,7 +47,7 @@ def exported(tmp_path: Path, layout: str, name: str, target: bool = False, **fie
         ("vllm", "medusa", {"draft_vocab_size": 20}, {}),
         ("original", "medusa", {}, {}),
         ("vllm", "medusa with a shared projection", {}, {}),
-        ("vllm", "medusa", {"shared": True}, {VLLM: "by form, not run"}),
+        ("vllm", "medusa", {"shared": True}, {VLLM: "run"}),
         ("served", "dflash", {}, {VLLM: "run", SGLANG: "by form, not run"}),
         ("deepspec", "dspark", {}, {VLLM: "by form, not run", SGLANG: "by form, not run"}),
         ("served", "domino", {}, {}),
