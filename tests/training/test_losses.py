@@ -159,3 +159,22 @@ def test_a_chunk_is_the_largest_whose_logits_fit(vocabulary: int):
     rows = chunk_rows(vocabulary)
     assert rows * vocabulary * 4 <= CHUNK_BYTES or rows == 1
     assert rows == CHUNK or 2 * rows * vocabulary * 4 > CHUNK_BYTES
+
+
+def test_slabs_of_the_vocabulary_lower_the_peak_and_change_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Compare float64 gradients of a product in slabs with those of one product, the control."""
+    width = 1024
+    hidden = torch.randn(N, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, width, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, V, (N,))
+
+    def loss(slab: int) -> torch.Tensor:
+        monkeypatch.setattr("training.losses.chunked.CHUNK_BYTES", slab * width * 8)
+        return chunked_cross_entropy(hidden, weight, labels, 8)[0]
+
+    slabs, whole = (torch.autograd.grad(loss(slab), (hidden, weight)) for slab in (2, V))
+    torch.testing.assert_close(slabs, whole)
+    saved = peak_bytes(lambda: loss(V)) - peak_bytes(lambda: loss(2))
+    assert saved > V * width * 8 / 2

@@ -7,7 +7,7 @@ teacher nor their gradients. Chunking follows Liger-Kernel's fused linear losses
 Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,6 +107,14 @@ class Outputs:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _slabs(weight_VH: Tensor) -> Iterator[slice]:
+    """Yield slices of the vocabulary whose weights take at most CHUNK_BYTES."""
+    vocabulary, width = weight_VH.shape
+    rows = max(1, CHUNK_BYTES // (width * weight_VH.element_size()))
+    for start in range(0, vocabulary, rows):
+        yield slice(start, min(start + rows, vocabulary))
+
+
 class ChunkedLoss(torch.autograd.Function):
     """Sum of a row loss over all rows, whose gradient is computed in the forward pass."""
 
@@ -137,12 +145,15 @@ class ChunkedLoss(torch.autograd.Function):
             loss_C, gradient_CV, metric_CM = rows(logits_CV, reference(start, end))
             loss += loss_C.sum()
             metrics = metric_CM.sum(dim=0) if metrics is None else metrics + metric_CM.sum(dim=0)
+            del logits_CV  # its memory is free for the products
             gradient_CV = gradient_CV.to(hidden_NH.dtype)
             for layer, one in outputs.spans(start, end):
                 if grad_hidden_NH is not None:
                     grad_hidden_NH[start:end][one] = gradient_CV[one] @ weights[layer]
                 if (grad_VH := grads[layer]) is not None:
-                    grad_VH += gradient_CV[one].T @ part_CH[one]
+                    for slab in _slabs(weights[layer]):
+                        grad_VH[slab] += gradient_CV[one, slab].T @ part_CH[one]
+            del gradient_CV  # its memory is free for the next chunk
         kept = [
             None if grad_VH is None else grad_VH.to(weight_VH.dtype)
             for grad_VH, weight_VH in zip(grads, weights, strict=True)
