@@ -7,6 +7,7 @@ EAGLE-3, DFlash and DSpark of an 8B target).
 
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true  # a trial without a GPU
+    python scripts/bench/gpu.py part=losses device=meta  # peaks from sizes, without a GPU
 
 It imports only torch, transformers, accelerate, safetensors and numpy, downloads nothing and needs
 nothing outside the repository. Every figure is written when it is measured, so an interrupted part
@@ -29,6 +30,7 @@ import torch
 
 from decoding import devices
 from decoding.errors import UserError
+from scripts.bench.peak_memory import META
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent", "losses", "heads")
@@ -38,7 +40,7 @@ EXECUTIONS = ("graph", "eager", "compiled")
 @dataclass
 class Options:
     part: str = "exact"  # exact | decode | train | recurrent | losses | heads
-    device: str = "cuda"  # cpu | cuda | cuda:N
+    device: str = "cuda"  # cpu | cuda | cuda:N | meta (part losses: memory alone, from sizes)
     toy: bool = False  # small shapes, to test the script
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
     # a part ends within eight minutes if its last figure takes 80 s at most
@@ -130,7 +132,8 @@ def parse(words: list[str]) -> Options:
     except re.error as error:
         sys.exit(f"error: only is '{options.only}', expected a regular expression ({error})")
     try:
-        options.device = devices.device_of(options.device)
+        if (options.part, options.device) != ("losses", META):
+            options.device = devices.device_of(options.device)
     except UserError as error:
         sys.exit(f"error: {error}")
     return options

@@ -18,7 +18,8 @@
 #
 # All parts import only torch, transformers, accelerate, safetensors and numpy. They write
 # scripts/bench/results/gpu_PART.json.
-#   DEVICE   cuda (default), cuda:N, or cpu for a trial (TOY=true for seconds instead of hours)
+#   DEVICE   cuda (default), cuda:N, or cpu for a trial (TOY=true for seconds instead of hours);
+#            part losses: meta counts the memory from sizes, in seconds and without a GPU
 #   LAST     seconds after which a part starts no figure (default 400)
 #   ONLY     regular expression of the figures to measure (default all)
 #   EXECUTIONS  those of part decode (default graph,eager,compiled)

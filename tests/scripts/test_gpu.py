@@ -93,6 +93,7 @@ gpu_exact.drafting_modes = lambda *given: {name: every(*given)[name] for name in
 gpu_exact.AT_SIZE = ["chain"]
 assert run("exact") == 0
 assert gpu.main(["part=heads", "device=cpu", "toy=true", f"out={out}/chosen", "only=^auto"]) == 0
+assert gpu.main(["part=losses", "device=meta", "toy=true", f"out={out}/counted"]) == 0
 devices.no_waiting = Broken
 assert run("exact") == 1, "a wait breaks a promise"
 devices.no_waiting = waits
@@ -307,6 +308,14 @@ def test_a_bad_option_is_named(word: str, error: str) -> None:
     with pytest.raises(SystemExit, match=f"^error: {error}"):
         gpu.parse(["device=cpu", word])
     assert gpu.parse(["device=cpu", "executions=eager", "last_start=9"]).last_start == 9.0
+
+
+def test_only_the_losses_are_counted_without_computing() -> None:
+    from scripts.bench import gpu
+
+    assert gpu.parse(["part=losses", "device=meta"]).device == "meta"
+    with pytest.raises(SystemExit, match="^error: device is 'meta', expected auto, cpu"):
+        gpu.parse(["part=heads", "device=meta"])
 
 
 def test_a_missing_gpu_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
