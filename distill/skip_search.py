@@ -40,7 +40,7 @@ from jobs.paths import resolve, resolve_model
 from jobs.progress import ProgressBar
 from jobs.protocol import Job, Run
 from jobs.run_files import journal_bytes, read_journal_lines, read_object
-from training.config import data_rules
+from training.config import data_rules, held_out_rules
 from training.data.packing import Sample
 from training.held_out.answers import target_answers
 from training.held_out.speedup import LONGEST_DRAFT
@@ -143,7 +143,7 @@ def check(config: SkipSearchConfig) -> None:
             *data_rules(config.data),
             ("max_skips", config.max_skips >= 0, "0 (all but two) or more"),
             ("candidates", config.candidates >= 1, "1 or more"),
-            ("held_out.max_prompts", config.held_out.max_prompts > 0, "1 or more"),
+            *((key, *rule) for key, rule in held_out_rules(config.held_out).items()),
         ],
     )
     for name in ("max_new_tokens", "temperature"):

@@ -33,7 +33,7 @@ from jobs.ranks import SHARDED_WEIGHTS
 from training.bounds import Progress
 from training.cached_distillation import CachedDistillation
 from training.checkpoint import load_weights
-from training.config import check_values
+from training.config import check_values, held_out_rules
 from training.data.from_config import data_files, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData
@@ -164,7 +164,7 @@ def check(config: TrainConfig) -> None:
             else f"0 with parallel.kind={kind}, where all ranks must run the sharded target "
             f"together",
         ),
-        "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
+        **held_out_rules(held_out),
         **cost_rules(held_out),
         **cache_rules(
             config.teacher, loss, kind in SHARDED_WEIGHTS, bool(config.data.domains), own.share > 0

@@ -21,6 +21,13 @@ PATHS = {
     "benchmark.path": "a file of prompts, such as embedded:prompts",
     "held_out.prompts": "a file of prompts, such as embedded:held_out_chats",
 }
+# Last parts of the keys of lists whose entries may not be empty -> what an entry names.
+ENTRIES = {
+    **dict.fromkeys(("chats", "held_out_chats"), "a ShareGPT file or hf:DATASET"),
+    **dict.fromkeys(("texts", "held_out_texts"), "a text file, a folder or hf:DATASET"),
+    "drafters": "a drafter's folder or name, such as prompt_lookup",
+    "runs": "a run folder of eval.run",
+}
 
 
 def refuse(config: Any, rules: Iterable[Rule]) -> None:
@@ -39,7 +46,8 @@ def refuse(config: Any, rules: Iterable[Rule]) -> None:
 def check_job(config: Any) -> None:
     """Raise UserError for values that no job accepts.
 
-    Checked are seed, threads, numbers of processes, required paths, infinite numbers and NaN.
+    Checked are seed, threads, numbers of processes, required paths, empty entries of lists,
+    infinite numbers and NaN.
     """
     check_settings(config, ["seed"])
     cores = os.cpu_count() or 1
@@ -52,11 +60,23 @@ def check_job(config: Any) -> None:
         key = ".".join(path)
         if key in PATHS and not str(value).strip():
             raise UserError(f"{key} is {value!r}, expected {PATHS[key]}")
+        if path[-1] in ENTRIES and isinstance(value, list):
+            _refuse_empty_entries(key, value, ENTRIES[path[-1]])
         if key in PROCESSES:
             check_value(key, value, processes)
         for number in _floats(value):
             if not math.isfinite(number):
                 raise UserError(f"{key} is {number}, expected a finite number")
+
+
+def _refuse_empty_entries(key: str, entries: list[Any], named: str) -> None:
+    """Raise UserError for an entry of a list that is blank or null."""
+    for number, entry in enumerate(entries, start=1):
+        if entry is None or not str(entry).strip():
+            raise UserError(
+                f"{key} is {entries}, and entry {number} of it is empty, expected {named}. Remove "
+                f"the entry, or write what it names"
+            )
 
 
 def _floats(value: Any) -> Iterator[float]:

@@ -7,8 +7,11 @@ from typing import ClassVar, Protocol
 from decoding.values import RULES
 from jobs.config import JobConfig, ParallelConfig, TrackerConfig
 from jobs.config_checks import Rule, refuse
-from training.data.templates import TEMPLATES
+from training.data.templates import RENDERINGS, TEMPLATES
 from training.optimizer_config import OptimizerConfig
+
+TRAIN_ON = ("answers", "all")  # values of data.train_on
+CACHES = ("auto", "none", "disk")  # values of data.cache
 
 
 @dataclass
@@ -274,5 +277,15 @@ def data_rules(data: DataConfig) -> list[Rule]:
         ("data.max_samples", data.max_samples >= 0, "1 or more, or 0 for all"),
         ("data.held_out_tokens", data.held_out_tokens >= 0, "1 or more, or 0 for all"),
         ("data.template", data.template in templates, f"one of {', '.join(templates)}"),
+        ("data.train_on", data.train_on in TRAIN_ON, f"one of {', '.join(TRAIN_ON)}"),
+        ("data.cache", data.cache in CACHES, f"one of {', '.join(CACHES)}"),
         ("data.workers", workers.fits(data.workers), workers.expected),
     ]
+
+
+def held_out_rules(held_out: HeldOutConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rules of the held-out prompts: key -> (validity of its value, expected values)."""
+    return {
+        "held_out.max_prompts": (held_out.max_prompts > 0, "1 or more"),
+        "held_out.render": (held_out.render in RENDERINGS, f"one of {', '.join(RENDERINGS)}"),
+    }

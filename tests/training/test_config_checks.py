@@ -25,7 +25,7 @@ from distill.config import (
     SkipSearchConfig,
     TrainConfig,
 )
-from eval.config import EvalConfig
+from eval.config import CompareConfig, EvalConfig
 from jobs.config_checks import THREADS_PER_CORE
 from jobs.job import CONF, register, run_typed
 from recurrent_drafting.config import HeadTrainConfig
@@ -40,6 +40,7 @@ JOBS: dict[str, tuple[type, Any]] = {
     "distill.quality": (QualityConfig, distill.quality.run),
     "recurrent_drafting.train": (HeadTrainConfig, recurrent_drafting.train.run),
     "eval.run": (EvalConfig, None),
+    "eval.compare": (CompareConfig, None),
 }
 HUGE, NAN, INF = 10**9, float("nan"), float("inf")
 LOOP = [
@@ -85,6 +86,8 @@ DATA = [
     ("data.max_samples", -1),
     ("data.held_out_tokens", -1),
     ("data.template", "foo"),
+    ("data.train_on", "foo"),
+    ("data.cache", "foo"),
     ("data.workers", -1),
 ]
 TRAIN, PRETRAIN, PRUNE, HEADS = (
@@ -125,6 +128,7 @@ CASES = [
     (SEARCH, "max_skips", -1),
     (SEARCH, "candidates", 0),
     (SEARCH, "held_out.max_prompts", 0),
+    *[(job, "held_out.render", "foo") for job in (TRAIN, HEADS, SEARCH)],
     (REGENERATE, "assumed_tokens_per_second", -1.0),
     (QUALITY, "functions", 0),
     (QUALITY, "temperature", -1.0),
@@ -154,7 +158,7 @@ def refused(job: str, key: str, value: Any, folder: Path, target: Path, dry: boo
         key: value,
     }
     for name, one in changes.items():
-        OmegaConf.update(config, name, one)
+        OmegaConf.update(config, name, one, force_add=True)
     with pytest.raises(UserError) as error:
         run_typed(config, job, *JOBS[job])
     assert not (folder / "manifest.json").exists(), "a corrected command can use the same folder"
@@ -186,6 +190,13 @@ def test_an_invalid_number_is_refused_by_its_key(
         (TRAIN, "student.draft_vocab_size", -1, "student.draft_vocab_size is -1, expected 0 for"),
         (TRAIN, "data.template", "foo", "data.template is foo, expected one of auto, vicuna"),
         (TRAIN, "data.workers", -1, "data.workers is -1, expected a whole number from 0"),
+        (TRAIN, "data.train_on", "foo", "data.train_on is foo, expected one of answers, all"),
+        (HEADS, "data.train_on", "foo", "data.train_on is foo, expected one of answers, all"),
+        (PRETRAIN, "data.cache", "foo", "data.cache is foo, expected one of auto, none, disk"),
+        (PRUNE, "data.cache", "foo", "data.cache is foo, expected one of auto, none, disk"),
+        (TRAIN, "held_out.render", "foo", "held_out.render is foo, expected one of auto, chat"),
+        (HEADS, "held_out.render", "foo", "held_out.render is foo, expected one of auto, chat"),
+        (SEARCH, "held_out.render", "foo", "held_out.render is foo, expected one of auto, chat"),
         (PRUNE, "depths", [9], "depths is [9], expected decreasing numbers of layers"),
         (PRUNE, "masks", "/nowhere", "/nowhere does not exist"),
         (PRUNE, "masks", str(CONF), "conf is not a file, expected the masks.safetensors of"),
@@ -213,6 +224,35 @@ def test_an_empty_path_is_not_the_working_folder(
 ):
     words = refused(job, key, "", tmp_path / "run", tiny_target, dry=True)
     assert words.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "value", "message"),
+    [
+        (TRAIN, "data.chats", [""], "data.chats is [''], and entry 1 of it is empty, expected a"),
+        (TRAIN, "data.chats", ["embedded:chats", " "], "and entry 2 of it is empty, expected a Sh"),
+        (HEADS, "data.held_out_chats", [""], "data.held_out_chats is [''], and entry 1 of it"),
+        (PRETRAIN, "data.texts", [""], "entry 1 of it is empty, expected a text file, a folder"),
+        (
+            PRETRAIN,
+            "data.domains",
+            {"code": {"texts": [""]}},
+            "data.domains.code.texts is [''], and entry 1 of it is empty, expected a text file",
+        ),
+        (REGENERATE, "drafters", [""], "drafters is [''], and entry 1 of it is empty, expected a"),
+        ("eval.run", "drafters", ["prompt_lookup", None], "and entry 2 of it is empty, expected a"),
+        (
+            "eval.compare",
+            "runs",
+            [""],
+            "runs is [''], and entry 1 of it is empty, expected a run folder of eval.run. Remove",
+        ),
+    ],
+)
+def test_an_empty_entry_of_a_list_is_refused(
+    job: str, key: str, value: Any, message: str, tmp_path: Path, tiny_target: Path
+):
+    assert message in refused(job, key, value, tmp_path / "run", tiny_target, dry=True)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +295,9 @@ def test_values_at_the_limits_are_accepted(tmp_path: Path, tiny_target: Path):
         "loop.keep=0",
         "loop.optimizer.final_lr=0.0",
         "data.max_bad=1.0",
+        "data.train_on=all",
+        "data.cache=none",
+        "held_out.render=text",
     ]
     fine += [
         "loop.eval_every=0",

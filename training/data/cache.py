@@ -21,7 +21,7 @@ from decoding.models.native.library import cache_folder
 from decoding.values import check_choice
 from jobs import ranks
 from jobs.amounts import size as amount
-from training.config import DataConfig
+from training.config import CACHES, DataConfig
 from training.data.chat import template_source
 from training.data.counts import print_note
 from training.data.hugging_face import HuggingFaceSource
@@ -29,7 +29,6 @@ from training.data.mapped_tensors import ArrayWriter, check_arrays, lock_path, m
 from training.data.records import Source, find_data_files
 from training.data.token_store import DTYPES, MemorySink, Sink, StoredSamples
 
-CACHES = ("auto", "none", "disk")
 AUTO_BYTES = 2**25  # data.cache=auto writes a cache for more bytes than this
 WORKER_BYTES = 2**28  # of files, which repay the seconds in which other processes start
 MOST_WORKERS = 8  # that one process which reads files keeps busy

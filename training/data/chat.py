@@ -31,10 +31,8 @@ from training.data.answer_spans import (
     render_turns,
 )
 from training.data.counts import print_note
-from training.data.templates import TEMPLATES, find_family
+from training.data.templates import RENDERINGS, TEMPLATES, find_family
 from training.data.tokenizing import Span, encode_batch, find_tokens
-
-RENDERINGS = ("auto", "chat", "text")  # see `choose_rendering`
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from decoding.values import check_choice
+from training.config import TRAIN_ON
 from training.data.counts import Counts
 from training.data.packing import split_documents
 from training.data.readers import MAX_BAD, RENDERED_EXPECTED, Chat, render_counted
@@ -80,7 +81,7 @@ class ChatRules:
     train_on: str
 
     def __post_init__(self) -> None:
-        check_choice("data.train_on", self.train_on, ("answers", "all"))
+        check_choice("data.train_on", self.train_on, TRAIN_ON)
 
 
 def tokenize_chats(tokenizer: Any, chats: Sequence[Chat], rules: ChatRules) -> Part:

@@ -97,6 +97,9 @@ TEMPLATES = {
     "mistral": MISTRAL,
 }
 
+# values of `render`: the form in which a target receives prompts (`chat.choose_rendering`)
+RENDERINGS = ("auto", "chat", "text")
+
 # Markers of a family in its own template; the first match counts.
 _MARKERS = (
     ("llama3", r"<\|start_header_id\|>"),

@@ -9,7 +9,7 @@ from decoding.models.folder import hash_input
 from decoding.values import RULES
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_folder import RunFolder
-from training.config import check_values
+from training.config import check_values, held_out_rules
 from training.data.mixture import check_mixture
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig
@@ -47,7 +47,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
                 f"1 to {drafted}, the number of drafted tokens",
             ),
             **cost_rules(config.held_out),
-            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
+            **held_out_rules(config.held_out),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
             "held_out.temperature": (
                 RULES["temperature"].fits(config.held_out.temperature),

@@ -16,6 +16,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
+from decoding.values import check_choice
 from jobs.config import TargetConfig
 from jobs.paths import resolve, resolve_model
 from training.config import DataConfig, HeldOutConfig
@@ -23,6 +24,7 @@ from training.data.chat import choose_rendering, render_prompt, render_text, tem
 from training.data.from_config import each_data
 from training.data.packing import Sample
 from training.data.readers import read_prompts
+from training.data.templates import RENDERINGS
 from training.export import refuse_stages
 from training.models.build import target_is_here
 
@@ -51,10 +53,11 @@ def check_stages(config: StagedFields) -> None:
     """Raise UserError if later stages of an experiment would fail.
 
     The benchmark prompts must exist, and the target's tokenizer must have a chat template if one is
-    needed. Nothing of this is checked in a dry run or without the target's folder. A checkpoint to
-    export is refused, as its settings are those of its run.
+    needed; neither is checked in a dry run or without the target's folder. A checkpoint to export
+    is refused, as its settings are those of its run.
     """
     refuse_stages(config.checkpoint)
+    check_choice("benchmark_render", config.benchmark_render, RENDERINGS)
     if config.dry_run or not target_is_here(config.target):
         return
     tokenizer = load_tokenizer(resolve_model(config.target.path, weights=False))
