@@ -46,11 +46,15 @@ def plan_tokens(
     tokens = min(
         (count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0
     )
-    if epochs and not pass_tokens:
-        words.append(f"{'at most ' if tokens else ''}{epochs:g} epochs")
+    unknown = bool(epochs) and not pass_tokens
+    if unknown:
+        words.append(f"{'at most ' if tokens else ''}{epochs:g} epoch{'s' if epochs != 1 else ''}")
     if tokens:
+        # a bound that another may undercut is no promise
+        most = "at most " if unknown or (loop.max_seconds and tokens != by_seconds) else ""
         about = "" if tokens in (by_steps, by_passes) else "about "
-        words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")
+        steps = f"{about}{-(-tokens // loop.tokens_per_step):,} steps"
+        words.append(f"{most}{tokens:,} tokens in {steps}")
     return TokenPlan(tokens, ", ".join(words))
 
 
@@ -77,7 +81,7 @@ def print_plan(
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:
-    """Describe a run, such as `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
+    """Describe a run, such as `at most 240 s, at most 2,000 steps of 4,096 tokens, 6.1 epochs`."""
     bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
     words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
     steps, about = bounds.steps, ""
@@ -87,10 +91,6 @@ def describe_plan(loop: LoopConfig, data: PackedData) -> str:
         steps, about = min((steps, ""), (by_tokens, "about "))
     if steps == math.inf:
         return f"{words[0]}, in steps of {row_tokens:,} tokens"
-    return ", ".join(
-        [
-            *words,
-            f"{about}{steps:,.0f} steps of {row_tokens:,} tokens, "
-            f"{steps / data.steps_per_epoch:.2f} epochs",
-        ]
-    )
+    most = "at most " if bounds.has_seconds else ""
+    words.append(f"{most}{about}{steps:,.0f} steps of {row_tokens:,} tokens")
+    return ", ".join([*words, f"{steps / data.steps_per_epoch:.2f} epochs"])

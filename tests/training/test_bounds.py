@@ -269,7 +269,7 @@ def test_no_bound_at_all_is_refused():
     ("loop", "before", "dry"),
     [
         ({"max_steps": 20}, "20 steps of 256 tokens, 2.86 epochs", "5,120 tokens in 20 steps"),
-        ({}, "7 steps of 256 tokens, 1.00 epochs", "1 epochs"),
+        ({}, "7 steps of 256 tokens, 1.00 epochs", "1 epoch"),
         (
             {"max_seconds": 240.0},
             "at most 240 s, in steps of 256 tokens",
@@ -277,8 +277,8 @@ def test_no_bound_at_all_is_refused():
         ),
         (
             {"max_seconds": 240.0, "max_steps": 20},
-            "at most 240 s, 20 steps of",
-            "at most 240 s, 5,120 tokens in 20 steps",
+            "at most 240 s, at most 20 steps of",
+            "at most 240 s, at most 5,120 tokens in 20 steps",
         ),
         (
             {"max_tokens": 1000},
@@ -288,15 +288,16 @@ def test_no_bound_at_all_is_refused():
         (
             {"max_tokens": 1000, "max_epochs": 2.0},
             "at most 1,000 tokens, about 5 steps",
-            "at most 2 epochs, 1,000 tokens",
+            "at most 2 epochs, at most 1,000 tokens",
         ),
     ],
 )
 def test_a_plan_names_every_bound(loop: dict[str, Any], before: str, dry: str):
     """Check that every bound is named in the plan of a run and of a dry run without data."""
     config = LoopConfig(**loop, tokens_per_step=256)
-    assert before in describe_plan(config, make_data())
-    assert dry in plan_tokens(config, 1e10, 1.0).words
+    assert describe_plan(config, make_data()).startswith(before)
+    words = plan_tokens(config, 1e10, 1.0).words
+    assert words.startswith(dry) and not words.endswith("1 epochs")
 
 
 def test_a_saved_configuration_of_an_earlier_version_is_unchanged(tmp_path: Path):
