@@ -16,6 +16,7 @@ from scripts.bench.random_models import LLAMA_7B, TOY_TARGET, random_head, rando
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
+from training.losses.config import CROSS_ENTROPY
 from training.objectives import freeze
 
 GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # hours of one card; published: 1.5 hours on 8 H100
@@ -34,7 +35,8 @@ def measure_head_training(sizes: TrainingSizes, device: str) -> dict[str, Any]:
     """Measure the tokens/s of training a head, and project the card hours for ShareGPT."""
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     states = TargetStates(freeze(random_model(sizes.target, sizes.dtype, device)))
-    objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))
+    loss = HeadLossConfig(CROSS_ENTROPY, predict_n_tokens=HEADS)
+    objective = HeadObjective(PREDICTIONS, head, states, loss)
     found = measure_training(objective, head, random_chats(sizes), sizes, device)
     hours = SHAREGPT_TOKENS / found["tokens_per_second"] / 3600
     return {

@@ -40,6 +40,7 @@ from training.data.packing import PackedData, Sample, collate
 from training.features.states import TargetStates
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
+from training.losses.config import CROSS_ENTROPY
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import freeze
 from training.optimizer_config import OptimizerConfig
@@ -161,7 +162,7 @@ class OurSide:
         self.objective = self._objective(self.head)
 
     def _objective(self, head: RecurrentHead) -> HeadObjective:
-        loss = HeadLossConfig(predict_n_tokens=self.chosen.heads)
+        loss = HeadLossConfig(CROSS_ENTROPY, predict_n_tokens=self.chosen.heads)
         return HeadObjective(PREDICTIONS, head, self.states, loss)
 
     def __call__(self) -> float:

@@ -306,7 +306,8 @@ def learn(
 ) -> list[float]:
     """Train a head on samples for 20 steps and return the loss of each step."""
     head.requires_grad_(True)
-    objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=depths))
+    loss_config = HeadLossConfig("cross_entropy", predict_n_tokens=depths)
+    objective = HeadObjective(row.kind, head, states, loss_config)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     batch = collate(samples, [[index] for index in range(len(samples))], ROW)
     losses = []

@@ -102,7 +102,7 @@ def test_figures_of_few_drafts_are_those_of_all():
     batch = collate([text(400)], [[0]], 400)
     sums, totals = [], []
     for share in (1.0, 0.6):
-        loss = HeadLossConfig(predict_n_tokens=4, depth_share=share)
+        loss = HeadLossConfig("cross_entropy", predict_n_tokens=4, depth_share=share)
         total, found = HeadObjective(PARALLEL, head, states, loss)(batch)
         sums.append(found)
         totals.append(float(total))

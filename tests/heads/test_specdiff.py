@@ -186,7 +186,8 @@ def test_the_loss_is_weighted_by_the_mask_ratio():
     model = law_6.target()
     head = law_6.head_of(ROW, model).requires_grad_(True)
     states = TargetStates(model, taps=(0,), final=False)
-    objective = HeadObjective(SPECDIFF, head, states, HeadLossConfig(predict_n_tokens=K))
+    loss = HeadLossConfig("cross_entropy", predict_n_tokens=K)
+    objective = HeadObjective(SPECDIFF, head, states, loss)
     batch = collate([text(0), text(1)], [[0], [1]], 24)
     objective.step = 5
     total, _ = objective(batch)

@@ -363,9 +363,8 @@ def test_no_tensor_spans_heads_and_vocabulary():
         Sample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for _ in range(rows)
     ]
     batch = collate(documents, [[i] for i in range(rows)], length)
-    objective = HeadObjective(
-        PREDICTIONS, made, TargetStates(model), HeadLossConfig(predict_n_tokens=heads)
-    )
+    loss = HeadLossConfig("cross_entropy", predict_n_tokens=heads)
+    objective = HeadObjective(PREDICTIONS, made, TargetStates(model), loss)
     whole = heads * rows * length * vocabulary * 4
 
     def eager_loss() -> Tensor:

@@ -268,7 +268,8 @@ def test_a_timed_step_equals_a_step_of_the_training_loop(tmp_path: Path) -> None
 
     def objective() -> HeadObjective:
         head = random_head(TOY.target, 2, TOY.dtype, "cpu")
-        return HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))
+        loss = HeadLossConfig("cross_entropy", predict_n_tokens=HEADS)
+        return HeadObjective(PREDICTIONS, head, states, loss)
 
     def weights(trained: HeadObjective) -> torch.Tensor:
         return torch.cat([weight.flatten() for weight in trained.head.parameters()])

@@ -78,9 +78,7 @@ def packed(documents: list[Sample]) -> PackedBatch:
 def objective(made: RecurrentHead, model: Any, **loss: Any) -> HeadObjective:
     """Return the training objective of a head on a frozen target.
 
-    loss: fields of `HeadLossConfig`; by default HEADS tokens are predicted.
+    loss: fields of `HeadLossConfig`; by default HEADS tokens of the text are predicted.
     """
-    states = TargetStates(model)
-    return HeadObjective(
-        PREDICTIONS, made, states, HeadLossConfig(**({"predict_n_tokens": HEADS} | loss))
-    )
+    settings = HeadLossConfig(**({"name": "cross_entropy", "predict_n_tokens": HEADS} | loss))
+    return HeadObjective(PREDICTIONS, made, TargetStates(model), settings)

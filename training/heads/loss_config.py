@@ -14,11 +14,11 @@ HEAD_LOSSES = (*LOSSES, CONTINUATIONS)
 class HeadLossConfig(LossConfig):
     """The labels or distributions that a head learns, and the weights of the losses."""
 
-    # cross_entropy: the text's tokens | continuations: the target's greedy tokens at each position
-    # (the paper's distillation) | against the target's distribution: forward_kl | reverse_kl | jsd
-    # | skewed_kl | skewed_reverse_kl | tv | lk (-log acceptance) | lk_hybrid | weighted sum of
-    # `parts`: mixture
-    name: str = "cross_entropy"
+    # against the target's distribution: forward_kl | reverse_kl | jsd | skewed_kl |
+    # skewed_reverse_kl | tv | lk (-log acceptance) | lk_hybrid | cross_entropy: the text's tokens |
+    # continuations: the target's greedy tokens at each position (the paper's distillation) |
+    # weighted sum of `parts`: mixture
+    name: str = "forward_kl"
     # number of heads, which predict the tokens after the next one
     predict_n_tokens: int = 5
     # weights of the heads' losses: decay | d_pace (from the chances of acceptance, in its place)
