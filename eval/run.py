@@ -171,8 +171,8 @@ def _print_plan(cfg: EvalConfig) -> None:
     if not target_is_here(cfg.target):
         prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
         print(
-            f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of "
-            f"{cfg.benchmark.path}, {cfg.max_new_tokens} tokens each{within}; {labels}"
+            f"would measure the drafters ({len(cfg.drafters)} given) on {cfg.benchmark.path} "
+            f"({prompts}), {cfg.max_new_tokens} tokens each{within}; {labels}"
         )
         _hint_prompts(cfg)
         print(
@@ -186,7 +186,7 @@ def _print_plan(cfg: EvalConfig) -> None:
     counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in benchmark.counts.items())
     print(f"target: {target.target} ({target.backend}, {target.dtype}, {target.device})")
     print(f"drafters: {', '.join(loaded.facts)}")
-    print(f"prompts of {benchmark.name}: {counts}")
+    print(f"prompts ({benchmark.name}): {counts}")
     _hint_prompts(cfg)
     print(f"draft lengths: {describe_draft_lengths(cfg, loaded)}")
     print(f"conditions: {labels}")

@@ -65,8 +65,8 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
         turns, longest = sum(len(prompt.turns) for prompt in prompts), cfg.max_new_tokens
         again = ", each again without the drafter" if cfg.baseline and drafter != NONE else ""
         doing = (
-            f"answer {format_count(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at "
-            f"a time: {format_count(turns, 'turn')}, each with up to {longest} tokens "
+            f"answer {format_count(len(prompts), 'prompt')} from {cfg.prompts}, {cfg.batch_size} "
+            f"at a time: {format_count(turns, 'turn')}, each with up to {longest} tokens "
             f"({turns * longest:,} in all{again})"
         )
     beams = (

@@ -188,6 +188,16 @@ def test_a_single_prompt_is_not_plural(rows, records, html):
     one = [dataclasses.replace(row, headline_prompts=1) for row in rows]
     assert "\n1 prompt whose text does not loop" in page(one, records, PROVENANCE)
     assert "prompts whose text does not loop" in html
+    single = [dataclasses.replace(row, prompts=1, prompts_asked=1) for row in one]
+    assert "\nAll 1 prompt; no text" in page(single, records, PROVENANCE)
+
+
+def test_a_benchmark_of_any_name_is_named_once(rows, records):
+    """Check that prompts.jsonl, whose rows name it `prompts`, gives no `prompts of prompts`."""
+    named = [dataclasses.replace(row, benchmark="prompts") for row in rows]
+    html = page(named, records, PROVENANCE)
+    assert re.search(r" Benchmark prompts: \d+ prompts, up to ", html)
+    assert not re.search(r"\bprompts?( \([^)]*\))? of prompts\b", html)
 
 
 def test_a_caption_names_intervals_only_if_some_are_drawn(rows):

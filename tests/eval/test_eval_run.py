@@ -352,7 +352,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(home, capsys):
     run(config(home, "dry", dry_run=True, target=TargetConfig(path="/nowhere/llama")))
     printed = capsys.readouterr().out
     assert re.search(
-        r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1",
+        r"would measure the drafters \(1 given\) on .* \(at most 64 prompts\), .* each; .*T=1",
         printed,
     ), printed
     assert "/nowhere/llama is not there" in printed

@@ -258,7 +258,7 @@ def test_a_dry_run_prints_the_plan(
     run(cfg)
     output = capsys.readouterr().out
     assert (
-        "would answer 5 prompts of" in output
+        "would answer 5 prompts from" in output
         and "9 turns, each with up to 16 tokens (144 in all, each again" in output
     )
     assert (
