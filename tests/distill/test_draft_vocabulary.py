@@ -28,8 +28,8 @@ from distill.student import build_student, restrict_vocabulary
 from distill.train import run
 from scripts.full_vocabulary import export
 from serving.engines.conversion import export_openvino
-from tests.distill.test_prune import configured as pruning
 from tests.distill.test_train import configured
+from tests.support.pruned_folders import configured as pruning
 from training import checkpoint
 from training.config import StudentConfig
 from training.data.packing import Sample, collate

@@ -15,10 +15,9 @@ from distill.config import PruneConfig
 from distill.dry_run import importance_flops
 from distill.prune.job import run
 from jobs.amounts import hours, operations, size
+from tests.support.pruned_folders import configured
 from training.config import DataConfig, LoopConfig
 from training.models.shapes import forward_flops, parameter_counts
-
-from .test_prune import configured
 
 SEVEN = (
     "target=llama_7b",

@@ -1,82 +1,22 @@
-"""Test `distill.prune` end to end on a random target: modes, cache, stages, resume and errors."""
+"""Test `distill.prune` end to end on a random target: modes, cached scores, layers and stages."""
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import distill.prune.masks
-import training.loop
 from decoding.errors import UserError
-from distill.config import PruneConfig
-from distill.prune.job import intermediate_depths, run
-from jobs.interrupts import Interrupted
+from distill.prune.job import run
 from jobs.job import CONF
 from tests.support.configurations import configuration
+from tests.support.pruned_folders import BRIEF, NARROW, configured, same, weights
 from tests.support.tiers import tiered
-
-NARROW = (
-    "student.hidden_size=16",
-    "student.num_attention_heads=2",
-    "student.num_key_value_heads=1",
-)
-BRIEF = (
-    "mode=l0",
-    "loop.max_steps=6",
-    "loop.optimizer.warmup_steps=2",
-    "loop.optimizer.lr=2e-6",
-    "l0.mask_lr=0.02",
-    "loop.tokens_per_step=256",
-    "loop.micro_batch_tokens=128",
-    "loop.checkpoint_every=2",
-)
-
-
-def arguments(target: Path, folder: Path, *overrides: str) -> list[str]:
-    return [
-        "target=embedded",
-        *([] if any(text.startswith("data=") for text in overrides) else ["data=embedded"]),
-        f"target.path={target}",
-        "target.device=cpu",
-        "student=shallow",
-        "student.num_hidden_layers=2",
-        "data.max_samples=60",
-        "data.max_length=128",
-        f"importance.cache_dir={folder.parent}/cache",
-        "importance.sequences=16",
-        "importance.greedy_sequences=2",
-        "importance.probe_sequences=2",
-        "importance.probe_steps=0",
-        "between.max_steps=2",
-        "between.tokens_per_step=256",
-        "between.micro_batch_tokens=256",
-        f"output_dir={folder}",
-        *overrides,
-    ]
-
-
-def configured(target: Path, folder: Path, *overrides: str) -> PruneConfig:
-    return configuration("distill.prune", *arguments(target, folder, *overrides))
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "student" / "model.safetensors")
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
 
 
 @pytest.mark.parametrize("mode", [("mode=importance",), BRIEF, ("mode=random",)])
@@ -183,53 +123,6 @@ def test_cached_target_states_serve_all_candidates(tiny_target: Path, tmp_path: 
     assert len(kept) > 1 and again == pytest.approx(found, rel=1e-4) and same_layers == layers
 
 
-@pytest.mark.parametrize(
-    ("given", "signal_at"),
-    tiered(
-        [
-            # in the second candidate
-            (("importance.probe_steps=3", "student.num_hidden_layers=3"), 5),
-            # between two cuts
-            (("student.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
-        ],
-        lambda given, signal_at: signal_at == 2,
-    ),
-    ids=["probe", "between"],
-)
-def test_an_interrupted_distillation_resumes_exactly(
-    given: tuple[str, ...],
-    signal_at: int,
-    tiny_target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Check that a resumed job makes every training step once and gives the same student."""
-    steps = {"straight": 0, "resumed": 0}
-    step, at_work = training.loop.Training.step, "straight"
-
-    def counted(*arguments: Any) -> dict[str, float]:
-        steps[at_work] += 1
-        if at_work == "resumed" and steps[at_work] == signal_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments)
-
-    monkeypatch.setattr(training.loop.Training, "step", counted)
-    run(configured(tiny_target, tmp_path / "straight", *given))
-    at_work = "resumed"
-    with pytest.raises(Interrupted):
-        run(configured(tiny_target, tmp_path / "resumed", *given))
-    assert steps["resumed"] == signal_at
-    run(configured(tiny_target, tmp_path / "resumed", *given))
-    assert steps["resumed"] == steps["straight"] > signal_at, "every step is made once"
-    straight, resumed = (
-        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"]
-        for name in ("straight", "resumed")
-    )
-    for key in ("probe_acceptance", "layers", "acceptance_before_distillation"):
-        assert [notes[key] for notes in resumed] == [notes[key] for notes in straight]
-    assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
-
-
 @pytest.mark.long
 def test_layers_are_given_or_chosen_by_one_criterion(tiny_target: Path, tmp_path: Path):
     run(configured(tiny_target, tmp_path / "named", "student.layers=[1,2]"))
@@ -322,173 +215,6 @@ def test_saved_masks_give_the_same_student_and_fit_no_other_target(
         run(configured(other, tmp_path / "refused", *NARROW, masks))
     # a refused run does not claim its folder
     run(configured(other, tmp_path / "refused", *NARROW))
-
-
-def test_a_real_run_saves_no_published_configuration(tiny_target: Path, tmp_path: Path):
-    """Check that the saved target.config is empty.
-
-    Only a dry run without the target's folder uses it.
-    """
-    given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
-    run(configured(tiny_target, tmp_path / "run", *given))
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
-
-
-@pytest.mark.long
-def test_interrupted_mask_training_resumes_exactly(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    given = (*BRIEF, *NARROW, "student.intermediate_size=32")
-    run(configured(tiny_target, tmp_path / "straight", *given))
-    sample = distill.prune.masks.Masks.sample
-
-    def until_step_3(self: distill.prune.masks.Masks, step: int, *place: int):
-        if step == 3:
-            raise KeyboardInterrupt
-        return sample(self, step, *place)
-
-    monkeypatch.setattr(distill.prune.masks.Masks, "sample", until_step_3)
-    with pytest.raises(KeyboardInterrupt):
-        run(configured(tiny_target, tmp_path / "resumed", *given))
-    monkeypatch.undo()
-    run(configured(tiny_target, tmp_path / "resumed", *given))
-    assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
-    run(configured(tiny_target, tmp_path / "seed", *given, "seed=1"))
-    assert not same(weights(tmp_path / "straight"), weights(tmp_path / "seed")), (
-        "control: the seed matters"
-    )
-
-
-@pytest.mark.long
-def test_a_resumed_run_repeats_no_finished_stage(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    given = ("student.num_hidden_layers=1", "depths=[3]")
-    run(configured(tiny_target, tmp_path / "straight", *given))
-    run(configured(tiny_target, tmp_path / "resumed", *given))
-    folder = tmp_path / "resumed"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"finished": False}))
-    shutil.rmtree(folder / "student")
-    before = (folder / "stages" / "1_3_layers" / "model.safetensors").stat().st_mtime_ns
-    run(configured(tiny_target, folder, *given))
-    assert (folder / "stages" / "1_3_layers" / "model.safetensors").stat().st_mtime_ns == before
-    assert same(weights(tmp_path / "straight"), weights(folder))
-
-
-def test_no_stage_removes_more_than_the_largest_cut():
-    assert intermediate_depths(32, 3, 0.625) == [12, 5]
-    assert intermediate_depths(32, 5, 0.625) == [12]
-    assert intermediate_depths(32, 1, 0.625) == [12, 5, 2]
-    assert intermediate_depths(32, 1, 1.0) == intermediate_depths(32, 12, 0.625) == []
-    for share in (0.3, 0.5, 0.9):
-        depths = [80, *intermediate_depths(80, 2, share), 2]
-        assert all(
-            before > after >= min(before - 1, before * (1 - share))
-            for before, after in pairwise(depths)
-        )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            ["student.num_hidden_layers=5"],
-            "num_hidden_layers is 5, expected at most the target's 4",
-        ),
-        (["student.hidden_size=64"], "hidden_size is 64, expected at most the target's 32"),
-        (
-            ["student.hidden_size=-16"],
-            "hidden_size is -16, expected 0 for the target's 32, or 1 to 1,048,576",
-        ),
-        (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
-        (
-            ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
-            "is 4, expected at most the target's 2",
-        ),
-        (
-            ["student.num_attention_heads=3", "student.num_key_value_heads=2"],
-            r"num_attention_heads is 3, expected a multiple of num_key_value_heads \(2\)",
-        ),
-        (
-            ["student.hidden_size=18"],
-            r"hidden_size is 18, expected a multiple of the 4 query heads.*Use 16, for example",
-        ),
-        (["mode=magic"], "mode is magic, expected one of importance, l0, random"),
-        (["importance.choice=best"], "importance.choice is best, expected one of probe"),
-        (["importance.probe_candidates=0"], "importance.probe_candidates is 0, expected 1 or more"),
-        (["l0.beta=half", "mode=l0"], "l0.beta is half, expected one of code, paper"),
-        (
-            ["mode=l0", "loop.max_steps=200"],
-            "warmup_steps is 320, expected less than loop.max_steps=200",
-        ),
-        (
-            ["mode=l0", "student.intermediate_size=2"],
-            "95.8% of the units.*95.0% at most.*Use a wider shape",
-        ),
-        (
-            ["depths=[2]"],
-            r"depths is \[2\], expected decreasing numbers of layers between the target's 4 and "
-            r"the student's 2",
-        ),
-        (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
-        (
-            ["data.max_length=99999"],
-            r"data\.max_length is 99999, .*context of .* is \d+ tokens.*Lower data\.max_length",
-        ),
-        (["data=text"], r"the train split is empty: set data\.chats=\[CHATS"),
-        (
-            ["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"],
-            "too little calibration text",
-        ),
-        (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
-        (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
-        (
-            ["masks=/nowhere", "depths=[3]"],
-            "expected no file together with depths, because a file holds one cut",
-        ),
-        (
-            ["cache_mb=5", "parallel=fsdp", "parallel.processes=2"],
-            "cache_mb is 5, expected 0 .*with zero3 and fsdp",
-        ),
-        (["student.layers=[0,9]"], "from 0 to 3"),
-    ],
-)
-def test_invalid_values_are_refused(
-    tiny_target: Path, tmp_path: Path, overrides: list[str], words: str
-):
-    with pytest.raises(UserError, match=words):
-        run(configured(tiny_target, tmp_path / "run", *overrides))
-
-
-def test_unsupported_targets_are_refused(tiny_target: Path, tmp_path: Path):
-    """Check that a target of another family or with a sliding window is refused."""
-    for kind, more, words in (
-        ("gpt2", "", "family 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
-        (
-            "mistral",
-            ", sliding_window: 4096",
-            "the target: mistral has a sliding attention window of 4096 tokens",
-        ),
-    ):
-        given = (
-            "target.path=/nowhere",
-            f"+target.config={{model_type: {kind}{more}}}",
-            "dry_run=true",
-        )
-        with pytest.raises(UserError, match=words):
-            run(configured(tiny_target, tmp_path / "run", *given))
-
-
-def test_unaligned_widths_are_printed_as_warnings(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run(configured(tiny_target, tmp_path / "run", "mode=random", "student.intermediate_size=40"))
-    output = capsys.readouterr().out
-    assert (
-        "warning: student.intermediate_size is 40, not a multiple of 64: 64 is often as fast"
-        in output
-    )
 
 
 @pytest.mark.long

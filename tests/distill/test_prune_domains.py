@@ -18,11 +18,11 @@ from distill.config import TrainConfig
 from distill.prune.job import check, run
 from jobs.job import CONF
 from tests.support.configurations import configuration
+from tests.support.pruned_folders import BRIEF, NARROW, configured, same, weights
 from training.data.from_config import held_out_samples
 from training.data.mixture import update_shares
 from training.models.build import load_causal_lm
 
-from .test_prune import BRIEF, NARROW, configured, same, weights
 from .test_prune_ranks import prune
 
 NAMES = ("licence", "list")

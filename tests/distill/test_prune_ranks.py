@@ -14,8 +14,7 @@ from decoding.errors import UserError
 from distill.prune.job import check
 from tests.support import prune_rank
 from tests.support.forks import Fork, run_ranks, succeed
-
-from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
+from tests.support.pruned_folders import BRIEF, NARROW, arguments, configured, same, weights
 
 # DeepSpeed starts slowly, and tests/training covers it and DDP in every run
 SELDOM = pytest.mark.exhaustive

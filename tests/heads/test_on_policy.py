@@ -25,8 +25,8 @@ from recurrent_drafting.predictions import PREDICTIONS
 from recurrent_drafting.train import run
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
-from tests.recurrent_drafting.test_head_train import configured, records
 from tests.support import tiny_heads as tiny
+from tests.support.head_runs import configured, records
 from tests.support.host_waits import Waits
 from tests.support.interrupted_data import stop_after_step
 from training.bounds import START, Bounds, Place

@@ -24,8 +24,8 @@ from decoding.rounds.settings import Settings
 from distill.acceptance import HeldOutAcceptance
 from jobs.config import ParallelConfig
 from tests.distill.test_train import configured
-from tests.recurrent_drafting.test_head_train import configured as head_configured
 from tests.support import tiny_heads as tiny
+from tests.support.head_runs import configured as head_configured
 from tests.training.test_loop import loop, make_data, make_model
 from training.bounds import Progress
 from training.config import HeldOutConfig
