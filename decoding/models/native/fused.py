@@ -33,8 +33,8 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # weight is used often enough for a library's matrix products. In bfloat16 only prompts do: near
 # ties are common, and drafted text would differ from plain text in large batches.
 WIDEST = 128
-# The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's wide
-# products are faster. In tile registers the limit is WIDEST.
+# The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's
+# wide products are faster. In tile registers the limit is WIDEST.
 WIDEST_PROMPT = 32
 SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
 
