@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,6 +40,9 @@ FILE = "engine_records.jsonl"
 FACTS = "engines.json"  # versions of the engines, and what they do not run
 WARM_UPS = 8  # prompts at most that an arm decodes before it is measured
 STEADY = 1.5  # an arm is warm when a prompt is not faster than the one before by this factor
+# Pause before each arm. An engine's threads go on spinning for up to 0.2 s after its answer, beside
+# the arm that comes next, which is the same one in every rotation.
+PAUSE_SECONDS = 0.3
 _REMEDY = "Delete it and engine_records.jsonl: the engines are measured again"
 
 
@@ -209,6 +213,7 @@ class EngineSession:
         results: dict[Trial, list[BatchResult]] = {trial: [] for trial in trials}
         for again in range(self.cfg.repeats):
             for trial in rotate(trials, task.unit + turn + sample + again):
+                time.sleep(PAUSE_SECONDS)
                 result = self._decode(
                     trial, prompts_ids, self._sampling(task.condition, trial, rows[0]), rows
                 )
