@@ -64,13 +64,12 @@ class ProgressBar:
     ) -> None:
         self._progress.stop()
 
-    def update(self, done: float, note: str = "", total: float | None = None) -> None:
+    def update(self, done: float, note: str = "") -> None:
         """Show the progress.
 
-        done: number of finished units. note: text next to the bar. total: the new total, if it has
-        changed.
+        done: number of finished units. note: text next to the bar.
         """
-        self._progress.update(self._id, completed=done, note=note, total=total)
+        self._progress.update(self._id, completed=done, note=note)
         task, now = self._progress.tasks[0], time.monotonic()
         count = self._count(done, task.total)
         self._progress.update(self._id, count=count)

@@ -81,7 +81,7 @@ class EngineSession:
                 for task in missing:
                     self._measure_unit(task)
                     done += self._decodings(task)
-                    bar.update(done, task.condition.label, total)
+                    bar.update(done, task.condition.label)
 
     def _tasks(self) -> list[Task]:
         """Return the units of the main part under every condition."""

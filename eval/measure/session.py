@@ -43,6 +43,8 @@ from jobs.progress import ProgressBar
 from jobs.run_files import read_journal_lines
 from training.data.readers import Prompt
 
+PARTS = {"sweep": "sweep of draft lengths", "main": "main part"}  # as the progress names them
+
 
 class Session:
     """Records and part times of a run folder, and the measurement of missing ones."""
@@ -77,7 +79,8 @@ class Session:
         )
         freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
-        with ProgressBar("eval", total) as bar:
+        bounds = self.deadline.bounds
+        with ProgressBar("eval", 100 if bounds else total, percent=bounds) as bar:
             progress = _Progress(bar, total, self.deadline)
             measured = dict.fromkeys(("sweep", "main"), 0)
             for tasks in blocks(cfg, self.loaded):
@@ -117,12 +120,13 @@ class Session:
     def _measure_unit(self, task: Task, progress: _Progress) -> None:
         bench, condition, part = self.loaded.bench, task.condition, task.part
         arms, have = self._arms(condition, part), self._records_of(task)
+        progress.part = PARTS[part]
         decodings = bench.decodings(task, len(arms))
         if _complete(have, [*bench.baselines(condition), *arms]):
             # All slices of the part may have been lost to damage.
             if not self._timed(condition, part):
                 self._time_parts(condition, part)
-            progress.skip(decodings)
+            progress.end_unit(decodings)
             return
         # All of a partly written unit is measured again: its pairs must be neighbours in time.
         if have:
@@ -134,8 +138,9 @@ class Session:
         new = self._repetition.measure(
             lambda: measure_unit(bench, task, arms, progress.done),
             before,
-            again=lambda: progress.skip(-decodings),
+            again=progress.again,
         )
+        progress.end_unit(decodings)
         self.records += new
         append_lines(self.records_file, new)
 
@@ -276,38 +281,56 @@ def max_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
 
 
 class _Progress:
-    """Progress bar that is updated between decodings, while no clock runs."""
+    """Progress bar that is updated between decodings, while no clock runs.
+
+    It counts the decodings of the run, whose total is known in advance. With a bound in seconds,
+    which decides how many there will be, it shows the percent of the work or of the seconds,
+    whichever ends first.
+    """
 
     def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
         self.bar, self.total, self.deadline = bar, total, deadline
-        self.count, self.tokens, self.seconds = 0, 0, 0.0
-
-    def skip(self, generations: int) -> None:
-        """Count decodings of an earlier run; a negative number removes those to be repeated."""
-        self.count += generations
-        self._update("already measured" if generations > 0 else "the machine was busy: once more")
+        self.part = ""  # of the run, in words
+        self._finished = self._of_unit = 0  # decodings of finished units, and of the current one
+        self._tokens, self._seconds = 0, 0.0
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
-        self.count += 1
-        self.tokens += tokens
-        self.seconds += seconds
-        self._update(f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
+        """Count a decoding of the current unit."""
+        self._of_unit += 1
+        self._tokens += tokens
+        self._seconds += seconds
+        self._show(f"{self.part}: {self._tokens / self._seconds:.0f} tokens/s, {arm.drafter}")
+
+    def again(self) -> None:
+        """Start the current unit again."""
+        self._of_unit = 0
+        self._show(f"{self.part}: the machine was busy, once more")
+
+    def end_unit(self, decodings: int) -> None:
+        """Count a finished unit as its planned decodings, however many were needed."""
+        decoded, self._of_unit = self._of_unit, 0
+        self._finished += decodings
+        if decoded < decodings:
+            why = "turns longer than the context are left out" if decoded else "already measured"
+            self._show(f"{self.part}: {why}")
 
     def end(self, overrun_seconds: float) -> None:
-        """Show the final count if not all generations were measured.
+        """Show the end of a run whose bound left prompts out.
 
         overrun_seconds: see Row.overrun_seconds.
         """
-        if self.count < self.total:
+        if self._finished < self.total:
             limit = f"{self.deadline.max_seconds:g} s"
-            note = f"as many as fit into {limit}"
+            note = f"as many prompts as fit into {limit}"
             if overrun_seconds:
                 note = f"the fewest, in {overrun_seconds:.0f} s (limit {limit})"
-            self.bar.update(self.count, note, self.count)
+            self.bar.update(100, note)
 
-    def _update(self, note: str) -> None:
-        total = self.total
-        if self.deadline.bounds and (spent := self.deadline.seconds):
-            expected = int(self.count * self.deadline.max_seconds / spent)
-            total = min(total, max(self.count + 1, expected))
-        self.bar.update(self.count, note, total)
+    def _show(self, note: str) -> None:
+        count = self._finished + self._of_unit
+        if not self.deadline.bounds:
+            self.bar.update(count, note)
+            return
+        spent = self.deadline.seconds / self.deadline.max_seconds
+        unfinished = min(99.0, 100 * max(count / self.total, spent))
+        self.bar.update(100 if count == self.total else unfinished, f"{count} decodings, {note}")

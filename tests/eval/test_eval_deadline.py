@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -201,6 +202,35 @@ def test_an_infinite_or_negative_bound_is_refused(home, value):
         UserError, match=r"max_seconds is .*, expected seconds, or 0 for all prompts"
     ):
         run(bounded(home, "refused", max_seconds=value))
+
+
+def progress_of(errors: str) -> list[str]:
+    """Return the counts that the progress of a run showed: `7/20`, or `35%` under a bound."""
+    return re.findall(r"^eval (\d+/\d+|\d+%) ", errors, flags=re.M)
+
+
+def test_the_progress_has_one_total_and_reaches_it(home, clock, capsys, monkeypatch):
+    """Check a run, and one that is resumed in the middle, where half of it is measured."""
+    monkeypatch.setattr("jobs.progress.PLAIN_EVERY_SECONDS", 0.0)
+    batches = 2 * 6 + (PROMPTS - 2) * 4
+    whole = measured(home, clock, "counted", max_seconds=0.0)
+    shown = progress_of(capsys.readouterr().err)
+    assert shown == [f"{done}/{batches}" for done in range(1, batches + 1)]
+    half = [json.dumps(vars(record)) + "\n" for record in whole[: len(whole) // 2]]
+    (home / "counted" / "records.jsonl").write_text("".join(half))
+    measured(home, clock, "counted", max_seconds=0.0)
+    shown = progress_of(capsys.readouterr().err)
+    assert shown[-1] == f"{batches}/{batches}" and len(shown) < batches
+
+
+@pytest.mark.parametrize("seconds", [40.0, 20.0, 1e6])
+def test_the_progress_under_a_bound_is_a_percentage(home, clock, capsys, monkeypatch, seconds):
+    """Check it where the bound leaves prompts out, is exceeded, and leaves none out."""
+    monkeypatch.setattr("jobs.progress.PLAIN_EVERY_SECONDS", 0.0)
+    measured(home, clock, f"percent_{seconds:.0f}", max_seconds=seconds)
+    shown = [int(one.removesuffix("%")) for one in progress_of(capsys.readouterr().err)]
+    assert shown == sorted(shown) and shown.count(100) == 1 and shown[-1] == 100
+    assert len(set(shown)) > 10
 
 
 def test_a_dry_run_names_the_bound(home, capsys):
