@@ -37,7 +37,7 @@ from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.provenance import describe_draft_lengths, provenance
 from eval.report.engines import condition_label, print_engines
 from eval.report.page import engines_page, evaluation_page
-from eval.report.tables import print_evaluation
+from eval.report.terminal import print_evaluation
 from eval.statistics.budgets import with_limits
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.lossless import LOSSY

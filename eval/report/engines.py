@@ -11,7 +11,8 @@ from eval.engines.agreement import DIFFERS
 from eval.engines.rows import BIASED
 from eval.measure.records import AUTOREGRESSIVE
 from eval.report import text
-from eval.report.tables import Table, make_table, print_tables
+from eval.report.tables import Table, make_table
+from eval.report.terminal import print_tables
 from eval.report.text import NONE, number, with_interval
 from eval.statistics import lossless
 from eval.statistics.engine_row import EngineRow

@@ -14,7 +14,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import VIRTUAL
 from eval.measure.records import STALL, Record
-from eval.report import engines, engines_compared, plots, tables, text
+from eval.report import (
+    comparison_tables,
+    engines,
+    engines_compared,
+    evaluation_tables,
+    plots,
+    text,
+)
+from eval.report.tables import WORDS
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
@@ -37,7 +45,8 @@ PAGES.filters |= {
     for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
 }
 PAGES.filters["with_interval"] = text.with_interval
-PAGES.globals |= {"tables": tables, "words": text, "LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
+PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
+PAGES.globals |= {"words": text, "WORDS": WORDS, "LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def evaluation_page(
         rows=shown,
         first=shown[0],
         named=[(text.drafter_name(row), row) for row in shown],
-        pairs=tables.pairs_table(shown, records),
+        pairs=evaluation_tables.pairs_table(shown, records),
         plots=_plots(rows, shown, records),
         made=made,
         stalls=len({(r.condition, r.part, r.unit) for r in records if r.attempt > 1}),
@@ -110,7 +119,7 @@ def comparison_page(
     return PAGES.get_template("comparison.html.j2").render(
         title=f"Drafters compared: {', '.join(targets)}",
         warnings=[
-            *tables.comparison_warnings(evaluations),
+            *comparison_tables.comparison_warnings(evaluations),
             *engines_compared.compared_engine_warnings(evaluations),
         ],
         engine_tables=engines_compared.compared_engine_tables(evaluations),
@@ -121,8 +130,8 @@ def comparison_page(
             for one, label in zip(evaluations, threads, strict=True)
         ),
         evaluations=evaluations,
-        differences=tables.differences_table(panels, evaluations),
-        notes=tables.comparison_notes(evaluations),
+        differences=comparison_tables.differences_table(panels, evaluations),
+        notes=comparison_tables.comparison_notes(evaluations),
         panels=list(zip(panels, plots_by_panel, strict=True)),
         everything=entries[0].prompts == ALL,
         made=made,
@@ -138,7 +147,7 @@ def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
     ranked = [row for row in lossless if row.schedule not in (ALONE, *VIRTUAL)]
     models = [row for row in ranked if row.drafter_parameters] or ranked
     cards = []
-    for label, rivals in tables.by_condition(models).items():
+    for label, rivals in evaluation_tables.by_condition(models).items():
         best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
         group = [row for row in ranked if row.condition_label == label]
         card = _card(label, text.drafter_label(best), best, len(rivals), group)
@@ -154,7 +163,7 @@ def _panel_card(panel: Panel) -> dict[str, Any]:
         return {"label": panel.label, "row": None, "speed": None}
     best, group = models[0], [one.row for one in panel.fastest]
     size = f" ({text.model_size(best.row)})" if best.row.drafter_parameters else ""
-    name = tables.entry_name(best) + size
+    name = comparison_tables.entry_name(best) + size
     return _card(panel.label, name, best.row, len(models), group, best.prompts == ALL)
 
 
@@ -184,7 +193,7 @@ def _plots(
     """Return the plots of every condition; lossy rows are in none."""
     rows = [row for row in rows if row.lossless != LOSSY]
     styles, drawn = plots.drafter_styles({row.drafter: "" for row in rows}), []
-    for label, here in tables.by_condition(rows).items():
+    for label, here in evaluation_tables.by_condition(rows).items():
         main = [row for row in here if row in shown]
         best = {row.drafter: row for row in sorted(main, key=lambda row: row.speedup)}
         fastest = [best[name] for name in dict.fromkeys(row.drafter for row in main)]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eval.measure.setup import load
 from eval.report.page import evaluation_page
-from eval.report.tables import print_evaluation
+from eval.report.terminal import print_evaluation
 from eval.statistics.rows import build_rows
 from heads.block.layouts import SERVED
 from tests.support import simulated_records as simulated

@@ -18,8 +18,8 @@ from decoding.models.folder import read_config
 from decoding.models.load import load_target
 from decoding.models.native.weights import NativeConfig
 from eval.measure.records import read_records
-from eval.report import tables
-from eval.report.tables import print_evaluation
+from eval.report import evaluation_tables as tables
+from eval.report.terminal import print_evaluation
 from eval.run import run
 from eval.statistics import budgets
 from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, with_limits

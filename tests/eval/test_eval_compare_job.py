@@ -15,7 +15,8 @@ import eval.run
 from decoding.errors import UserError
 from eval.compare import run
 from eval.config import CompareConfig
-from eval.report.tables import comparison_warnings, print_comparison
+from eval.report.comparison_tables import comparison_warnings
+from eval.report.terminal import print_comparison
 from eval.statistics.comparison.evaluations import find_runs
 from eval.statistics.schema import read_rows, write_rows
 from jobs.config import TrackerConfig

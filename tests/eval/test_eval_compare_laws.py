@@ -11,7 +11,7 @@ import pytest
 
 from decoding.costs.prediction import Costs, best_gamma, expected_tokens, iso_cost_ratio
 from eval.report.plots import iso_speedup_curves
-from eval.report.tables import differences_table
+from eval.report.comparison_tables import differences_table
 from eval.statistics import metrics
 from eval.statistics.comparison.panels import chains, pareto_front, usual_costs
 from eval.statistics.schema import main_rows, read_rows

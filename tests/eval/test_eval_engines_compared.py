@@ -8,7 +8,7 @@ from rich.console import Console
 
 from eval.compare import run
 from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
-from eval.report.tables import print_comparison
+from eval.report.terminal import print_comparison
 from eval.report.text import NONE
 from eval.statistics.comparison.entries import entries_of
 from eval.statistics.comparison.evaluations import read_evaluation

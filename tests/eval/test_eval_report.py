@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from eval.measure.records import stalled
-from eval.report import tables
+from eval.report import evaluation_tables as tables
 from eval.report import text as texts
 from eval.report.page import evaluation_page as page
 from eval.report.plots import drafter_styles, speedup_by_gamma
-from eval.report.tables import print_evaluation
+from eval.report.terminal import print_evaluation
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
 from tests.support.tiers import tiered

@@ -8,7 +8,8 @@ from eval.engines.plan import EngineArm
 from eval.engines.records import EngineRecord
 from eval.engines.rows import build_engine_rows
 from eval.measure.records import append_lines, read_records
-from eval.report import tables, text
+from eval.report import evaluation_tables as tables
+from eval.report import text
 from eval.statistics.lossless import judge
 from eval.statistics.paired_comparison import paired_comparisons
 from eval.statistics.rows import build_rows

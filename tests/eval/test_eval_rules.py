@@ -18,10 +18,11 @@ from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
-from eval.measure.lengths import SELF_ENDING, length_cap_of, rule_of
+from eval.measure.lengths import RULES, SELF_ENDING, length_cap_of, rule_of
 from eval.measure.measurement import Bench
 from eval.measure.records import BASELINE, COUPLED, read_records
-from eval.report import tables, text
+from eval.report import text
+from eval.report.terminal import print_evaluation
 from eval.run import run
 from eval.statistics.comparison.entries import entries_of
 from eval.statistics.comparison.evaluations import read_evaluation
@@ -59,7 +60,7 @@ def test_rows_of_one_drafter_under_several_rules_are_distinguished(four_rules):
     )
     assert len({(text.drafter_label(row), row.condition_label) for row in rows}) == len(rows)
     console = Console(file=io.StringIO(), width=160)
-    tables.print_evaluation(rows, console)
+    print_evaluation(rows, console)
     printed = console.file.getvalue()
     assert printed.count(": temperature 1, token verification, 3 prompts") == 1, (
         "all rows are in one table"
@@ -259,7 +260,7 @@ def test_stopping_rules_with_a_cap_ignore_the_sweep(home):
             row = rows[f"shallow+{name}"]
             assert (row.length_rule, row.num_draft_tokens, row.lossless) == ("cap", 16, "equal")
             assert text.gamma_label(row) == "<= 16"
-            assert tables.RULES[row.length_rule] == "stopping rule, up to max_draft_tokens"
+            assert RULES[row.length_rule] == "stopping rule, up to max_draft_tokens"
         assert text.gamma_label(rows["shallow+fixed"]) == str(gamma)
         assert "up to 16 by the stopping rule of shallow+assisted, shallow+entropy" in (
             folder / "report.html"

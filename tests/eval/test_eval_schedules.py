@@ -8,8 +8,9 @@ from rich.console import Console
 
 from eval.measure.parts import Slice
 from eval.measure.records import AUTOREGRESSIVE, Record
+from eval.report.evaluation_tables import REPLAYED_WITHIN, off_by, predictions_table
 from eval.report.page import evaluation_page
-from eval.report.tables import REPLAYED_WITHIN, off_by, predictions_table, print_evaluation
+from eval.report.terminal import print_evaluation
 from eval.statistics.replay import turns
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, Row

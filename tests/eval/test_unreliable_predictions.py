@@ -18,7 +18,7 @@ from eval.measure.parts import time_slice
 from eval.measure.records import Condition, Record
 from eval.measure.repetition import ATTEMPTS, Repetition
 from eval.report.page import evaluation_page
-from eval.report.tables import print_evaluation
+from eval.report.terminal import print_evaluation
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row
 from jobs.drafter_use import DrafterUse
