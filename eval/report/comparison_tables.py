@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.report import text
-from eval.report.evaluation_tables import KEY, losses_table, result_cells
+from eval.report.evaluation_tables import losses_table, result_cells
 from eval.report.tables import Table, make_table
 from eval.report.text import NONE, number, with_interval
 from eval.statistics.comparison.entries import Entry
@@ -20,7 +20,6 @@ WAYS = (
     *("max_prompts", "samples", "repeats", "stop_at_eos", "stop_strings"),
     *("sweep", "sweep_prompts", "num_draft_tokens", "max_draft_tokens"),
 )
-KEY_OF_COMPARISON = KEY - {"tau", "V"} | {"layers", "over the best", "front"}
 # Columns of the two tables of a panel.
 OUTCOME = (
     *("drafter", "layers", "parameters", "speedup [95 %]", "not looping", "over the best"),
@@ -29,6 +28,11 @@ OUTCOME = (
 ACCEPTANCE_AND_COSTS = (
     *("drafter", "gamma", "drafted", "alpha", "tau", "c", "V"),
     *("t_draft", "bytes/step", "trained on", "overhead", "predicted"),
+)
+# Columns of both that narrow terminals leave out.
+SPARE = (
+    *("shared prompts", "alone", "parameters", "best other", "tokens/s", "not looping", "output"),
+    *("predicted", "overhead", "trained on", "drafted", "bytes/step", "t_draft", "V", "tau"),
 )
 
 
@@ -62,7 +66,7 @@ def panel_tables(panel: Panel, title: str = "") -> list[Table]:
     """Return a panel's two tables: its outcome, and its acceptance and costs."""
     rows = [entry_cells(compared) for compared in panel.compared]
     return [
-        make_table(title, [{n: row[n] for n in names} for row in rows], (), KEY_OF_COMPARISON)
+        make_table(title, [{n: row[n] for n in names} for row in rows], (), SPARE)
         for names in (OUTCOME, ACCEPTANCE_AND_COSTS)
     ]
 

@@ -22,7 +22,7 @@ from eval.report import (
     plots,
     text,
 )
-from eval.report.tables import WORDS
+from eval.report.tables import WORDS, used_words
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
@@ -46,7 +46,8 @@ PAGES.filters |= {
 }
 PAGES.filters["with_interval"] = text.with_interval
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
-PAGES.globals |= {"words": text, "WORDS": WORDS, "LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
+PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
+PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def comparison_page(
     entries = [entry for panel in panels for entry in panel.entries]
     targets = dict.fromkeys(panel.setting.target for panel in panels)
     threads = [text.count_label(one.rows[0].threads, "thread") for one in evaluations]
+    shown = [table for panel in panels for table in comparison_tables.panel_tables(panel)]
     return PAGES.get_template("comparison.html.j2").render(
         title=f"Drafters compared: {', '.join(targets)}",
         warnings=[
@@ -133,6 +135,7 @@ def comparison_page(
         differences=comparison_tables.differences_table(panels, evaluations),
         notes=comparison_tables.comparison_notes(evaluations),
         panels=list(zip(panels, plots_by_panel, strict=True)),
+        legend=used_words(text.COMPARISON_LEGEND, shown),
         everything=entries[0].prompts == ALL,
         made=made,
     )

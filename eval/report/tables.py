@@ -1,19 +1,17 @@
-"""Form of the tables that the terminal and the page show."""
+"""Form of the tables that the terminal and the page show, and their legend."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from serving.engines.registry import ENGINES, OURS
-
+SETTING = "setting"  # column of the condition or run that rows belong to
 # Columns of words, which are aligned left.
-WORDS = {"drafter", "setting", "output", "clock", "worst prompt", "slower categories", "category"}
+WORDS = {"drafter", SETTING, "output", "clock", "worst prompt", "slower categories", "category"}
 WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
 WORDS |= {"engine", "acceptance", "by depth", "ours by depth"}
 WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
-# Columns of speedups with intervals, which are not broken at spaces.
-UNBROKEN = {"speedup [95 %]", "over the best", "gain [95 %]", OURS, *ENGINES}
 
 
 @dataclass(frozen=True)
@@ -24,18 +22,37 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     marks: list[str]
-    key: frozenset[str] = frozenset()  # columns for narrow terminals; empty: all
+    spare: tuple[str, ...] = ()  # columns that narrow terminals leave out, the first one first
+
+    def column(self, name: str) -> list[str]:
+        """Return the cells of a column; empty ones if the table does not have it."""
+        if name not in self.columns:
+            return [""] * len(self.rows)
+        return [cells[self.columns.index(name)] for cells in self.rows]
 
 
 def make_table(
     title: str,
     rows: Sequence[Mapping[str, str]],
     marks: Sequence[str] = (),
-    key: Sequence[str] | set[str] = (),
+    spare: Sequence[str] = (),
 ) -> Table:
     """Make a table from mappings of column to text; omit a `setting` that all rows share."""
     columns = max((list(row) for row in rows), key=len, default=[])
-    if len({row.get("setting") for row in rows}) == 1:
-        columns = [name for name in columns if name != "setting"]
+    if len({row.get(SETTING) for row in rows}) == 1:
+        columns = [name for name in columns if name != SETTING]
     cells = [[row.get(name, "") for name in columns] for row in rows]
-    return Table(title, columns, cells, list(marks) or [""] * len(rows), frozenset(key))
+    return Table(title, columns, cells, list(marks) or [""] * len(rows), tuple(spare))
+
+
+def used_words(legend: Mapping[str, str], tables: Sequence[Table]) -> dict[str, str]:
+    """Return the entries of a legend whose words occur in the tables, or in such an entry above."""
+    rows = (row for table in tables for row in ([table.title], table.columns, *table.rows))
+    texts = [text for row in rows for text in row]
+    used = {}
+    for word, meaning in legend.items():
+        edge = r"\b" if word.isidentifier() else ""
+        if any(re.search(f"{edge}{re.escape(word)}{edge}", text) for text in texts):
+            used[word] = meaning
+            texts.append(meaning)
+    return used

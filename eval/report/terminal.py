@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -27,13 +27,15 @@ from eval.report.evaluation_tables import (
     predictions_table,
     result_tables,
 )
-from eval.report.tables import UNBROKEN, WORDS, Table
+from eval.report.layout import GAP, Layout, fit
+from eval.report.tables import SETTING, WORDS, Table, used_words
+from eval.report.text import NONE
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
 from eval.statistics.schema import Row, main_rows
 
-PLAIN_WIDTH = 200  # characters of a line where there is no terminal
-WIDE = 140  # narrower terminals show the key columns alone
+PLAIN_WIDTH = 120  # characters of a line where there is no terminal
+STYLES = {"": "", "baseline": "dim", "bad": "yellow"}  # of rows by their marks
 
 
 def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> None:
@@ -82,43 +84,60 @@ def print_tables(
 ) -> None:
     """Print warnings, tables that have rows, notes and legend, in plain ASCII without a terminal.
 
-    console: None for a new one on standard output.
+    legend: of which only words in the tables are printed. console: None for a new one on standard
+    output.
     """
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-
-    def show(*parts: tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=not console.is_terminal)
-
     for warning in warnings:
-        show((warning, "bold red"))
+        _print_line(console, warning, "bold red")
     for table in tables:
         if table.rows:
             console.print()
-            console.print(_rich_table(table, console))
-    for note in notes:
-        show((note, "bold"))
+            _print_table(console, table)
     console.print()
-    for word, meaning in legend.items():
-        show((f"{word:>14}  ", "bold"), (meaning, "dim"))
+    for note in notes:
+        _print_line(console, note, "bold")
+    meanings = RichTable.grid(padding=(0, GAP, 0, 0))
+    meanings.add_column(justify="right", no_wrap=True, style="bold")
+    meanings.add_column(style="dim")
+    for word, meaning in used_words(legend, tables).items():
+        meanings.add_row(Text(word), Text(meaning))
+    console.print(meanings)
 
 
-def _rich_table(table: Table, console: Console) -> RichTable:
-    shown = RichTable(
-        title=table.title,
-        box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII,
-        title_justify="left",
-        title_style="bold",
-        pad_edge=False,
-    )
-    everything = console.width >= WIDE or not table.key
-    kept = [i for i, name in enumerate(table.columns) if everything or name in table.key]
-    for name in (table.columns[index] for index in kept):
-        words, fixed = name in WORDS, name in UNBROKEN
-        shown.add_column(name, justify="left" if words else "right", no_wrap=fixed, overflow="fold")
-    styles = {"": "", "baseline": "dim", "bad": "yellow"}
-    for cells, mark in zip(table.rows, table.marks, strict=True):
-        # brackets are text here, not markup
-        shown.add_row(*(escape(cells[index]) for index in kept), style=styles[mark])
-    return shown
+def _print_line(console: Console, line: str, style: str) -> None:
+    console.print(Text(line, style), soft_wrap=not console.is_terminal)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table's title, its headings, and its rows by setting."""
+    layout, plain = fit(table, console.width), not console.is_terminal
+    _print_line(console, layout.title, "bold")
+    headings = _rich_table(layout)
+    headings.show_header = True
+    console.print(headings)
+    console.print(("-" if plain else "─") * min(layout.width, console.width))
+    columns = [table.column(name) for name in layout.columns]
+    rows = zip(table.column(SETTING), table.marks, zip(*columns, strict=True), strict=True)
+    for setting, group in itertools.groupby(rows, key=lambda row: row[0]):
+        if setting:
+            _print_line(console, setting, "italic")
+        body = _rich_table(layout)
+        for _, mark, cells in group:
+            texts = (cell.replace(NONE, "-") if plain else cell for cell in cells)
+            body.add_row(*map(Text, texts), style=STYLES[mark])
+        console.print(body)
+    if layout.left_out:
+        left_out = f"not shown here, but on the page: {', '.join(layout.left_out)}"
+        _print_line(console, left_out, "dim")
+
+
+def _rich_table(layout: Layout) -> RichTable:
+    """Return a table without rows in the columns of a layout."""
+    table = RichTable(box=None, padding=(0, GAP, 0, 0), pad_edge=False, show_header=False)
+    for name, head, width in zip(layout.columns, layout.heads, layout.widths, strict=True):
+        justify: Literal["left", "right"] = "left" if name in WORDS else "right"
+        table.add_column(Text(head), justify=justify, width=width, overflow="fold")
+    return table
