@@ -4,7 +4,7 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
-from decoding.models.hub import find_cached, find_folder, parse_hub_name
+from decoding.models.hub import find_cached, find_folder
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 
@@ -50,9 +50,9 @@ def resolve_model(name: str, weights: bool = True) -> Path:
     """Return a model's folder, given as a path, `embedded:NAME` or a name on the Hugging Face Hub.
 
     weights: False if only the tokenizer is read, and no weights are downloaded for it. Raises
-    UserError as `resolve` does, and for a name that the Hub does not have.
+    UserError for an unknown NAME, and for a text that is neither a path nor on the Hub.
     """
-    return resolve(name) if parse_hub_name(name) is None else find_folder(name, weights)
+    return resolve(name) if name.startswith("embedded:") else find_folder(name, weights)
 
 
 def model_is_here(name: str, weights: bool = True) -> bool:

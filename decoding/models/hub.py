@@ -52,15 +52,26 @@ def parse_hub_name(text: str | Path) -> HubName | None:
 
 
 def find_folder(name: str | Path, weights: bool = True) -> Path:
-    """Return a path unchanged, and the local folder of a Hub name, which is downloaded if needed.
+    """Return an existing path, or the local folder of a Hub name, which is downloaded if needed.
 
     weights: False downloads no weights. Raises UserError for a name that neither exists as a path
     nor can be found on the Hub.
     """
     hub_name = parse_hub_name(name)
     if hub_name is None:
-        return Path(name).expanduser()
+        path = Path(name).expanduser()
+        if not exists(path):
+            raise UserError(f"{missing_model(name)}. Correct the path or the name")
+        return path
     return find_cached(name, weights) or _download(str(name), hub_name, weights)
+
+
+def missing_model(name: str | Path) -> str:
+    """Return the beginning of an error for a text that is neither a path nor a Hub name."""
+    return (
+        f"{name} does not exist, expected a model folder (working folder: {Path.cwd()}) or a name "
+        f"on the Hugging Face Hub (OWNER/NAME or OWNER/NAME@REVISION)"
+    )
 
 
 def find_cached(name: str | Path, weights: bool = True) -> Path | None:

@@ -1,6 +1,7 @@
 """Test that jobs take names on the Hugging Face Hub, and pin their commits."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_a_name_that_is_nowhere_is_refused(cache: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"is no file or folder .* hf download an-owner/a.model"):
         resolve_model(NAME)
     assert resolve_model("embedded:target").is_dir()
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./an-owner/a.model", "an-owner/a.model/main", "~/a.model"]
+)
+def test_a_missing_folder_is_refused_with_what_was_tried(name: str, cache: Path):
+    """Check texts that are no names on the Hub; a folder that exists is the control."""
+    words = rf"{re.escape(name)} does not exist, expected a model folder .*Hub \(OWNER/NAME"
+    with pytest.raises(UserError, match=words):
+        resolve_model(name)
+    Path("nowhere").mkdir()
+    assert resolve_model("nowhere") == Path("nowhere")
 
 
 @pytest.mark.long

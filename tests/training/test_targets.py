@@ -84,7 +84,7 @@ def test_a_missing_folder_and_tokenizer_are_reported():
 
 def test_an_unknown_target_is_refused_with_the_known_names():
     with pytest.raises(
-        UserError, match=r"/no/such/model does not exist .* target=llama2_13b \| .*qwen3_8b"
+        UserError, match=r"/no/such/model does not exist, .* Hub .* target=llama2_13b \| .*qwen3_8b"
     ):
         target_config(composed("target.path=/no/such/model"))
 

@@ -20,7 +20,7 @@ from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import draft_vocab_size, load_restricted
 from decoding.models.folder import read_config
-from decoding.models.hub import parse_hub_name
+from decoding.models.hub import missing_model, parse_hub_name
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
 from decoding.values import check_choice
@@ -166,9 +166,8 @@ def target_config(target: TargetConfig, weights: bool = True) -> PretrainedConfi
         return config
     if not target.config:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set "
-            f"target.path to a model folder, or for a dry run choose a target with a published "
-            f"configuration: target={' | '.join(published_targets())}"
+            f"target.path={missing_model(target.path)}. Correct it, or for a dry run choose a "
+            f"target with a published configuration: target={' | '.join(published_targets())}"
         )
     values = dict(target.config)
     kind = values.pop("model_type", None)
@@ -190,9 +189,9 @@ def find_target_folder(target: TargetConfig, dry_run: bool, weights: bool = True
         return resolve_model(target.path, weights)
     if not dry_run:
         raise UserError(
-            f"target.path={target.path} does not exist (working folder: {Path.cwd()}). Set it to "
-            f"the target's folder, or download the target from the Hub: "
-            f"hf download OWNER/NAME --local-dir {target.path}"
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}), and the "
+            f"cache of the Hugging Face Hub does not have it. Set it to the target's folder, or "
+            f"download the target: hf download OWNER/NAME --local-dir {target.path}"
         )
     return Path(target.path).expanduser()
 
