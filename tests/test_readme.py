@@ -28,6 +28,7 @@ import eval.run
 import heads.train
 import recurrent_drafting.generate
 import recurrent_drafting.train
+from decoding.errors import UserError
 from heads.train import find_kind_name
 from heads.train import schema_of as head_schema
 from jobs import schemas
@@ -38,6 +39,7 @@ from jobs.schemas import schema_of
 from recurrent_drafting.cmd.flags import to_overrides
 from tests.support.tiers import tiered
 from training.data import corpus
+from training.data.readers import read_chats, read_prompts
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
@@ -308,6 +310,25 @@ def test_every_named_file_exists(page: Path):
     assert not [path for path in named if not (ROOT / path).exists() and "runs/" not in path]
     links = re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", text)
     assert not [link for link in links if not (page.parent / link).is_file()]
+
+
+def test_the_documented_forms_of_chats_and_prompts_are_read(tmp_path: Path):
+    """Check every object of the table in docs/cli.md. Control: an object of a text is refused."""
+    page = (ROOT / "docs" / "cli.md").read_text()
+    section = page.split("## Files of chats and prompts\n")[1].split("\n## ")[0]
+    objects = re.findall(r"`(\{[^`]*\})`", section)
+    prompts = [one for one in objects if {"turns", "prompt", "question"} & json.loads(one).keys()]
+    assert (len(objects), len(prompts)) == (6, 3)
+    for number, one in enumerate(objects):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(one)
+        assert len(read_prompts([file])) == 1
+        if one not in prompts:
+            chats, _ = read_chats([file])
+            assert [m["role"] for m in chats[0].messages] == ["user", "assistant"]
+    file.write_text('{"text": "..."}')
+    with pytest.raises(UserError, match=r"[Ee]xpected objects"):
+        read_prompts([file])
 
 
 def test_the_readme_is_short():
