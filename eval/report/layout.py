@@ -13,7 +13,8 @@ from eval.report.tables import SETTING, WORDS, Table
 GAP = 2  # characters between columns
 FOLDED = 32  # characters to which texts are folded before a column is left out
 NARROWEST = 10  # characters to which texts are folded otherwise
-INTERVAL, UNBROKEN = "[95 %]", "[95_%]"  # a part of headings, and how it is kept in one line
+HARD_SPACE = "\N{NO-BREAK SPACE}"
+GLUED = ("[95 %]", "/ measured")  # parts of headings that stay in one line
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ def fit(table: Table, width: int) -> Layout:
     """Return the layout of a table in `width` characters.
 
     Where the table is wider, headings take several lines. If that is not enough, texts are folded,
-    and the columns in `table.spare` go, the first one first: those with the same text in all rows
-    into the title, before the others are left out. Settings are no column, as rows are grouped by
+    and the columns in `table.spare` go, the first one first: words that all rows share into
+    the title, before other columns are left out. Settings are no column, as rows are grouped by
     them.
     """
     columns = [name for name in table.columns if name != SETTING]
@@ -50,7 +51,8 @@ def fit(table: Table, width: int) -> Layout:
     folds = {name for name in columns if name in WORDS or full[name] > FOLDED}
     least = {name: min(full[name], FOLDED) if name in folds else full[name] for name in columns}
 
-    shared = {name: _shared_text(cells[name]) for name in table.spare if name in columns}
+    spare = [name for name in table.spare if name in columns]
+    shared = {name: _shared_text(cells[name]) if name in WORDS else None for name in spare}
     parts, left_out = [table.title], list[str]()
     for name in sorted(shared, key=lambda name: shared[name] is None):
         if _total(least) <= width:
@@ -78,9 +80,12 @@ def _total(widths: Mapping[str, int]) -> int:
 
 
 def _broken(head: str, width: int) -> str:
-    """Return a heading in lines of at most `width` characters, or of single words."""
-    lines = textwrap.wrap(head.replace(INTERVAL, UNBROKEN), max(width, 1), break_long_words=False)
-    return "\n".join(lines).replace(UNBROKEN, INTERVAL)
+    """Return a heading in lines of at most `width` characters, or of its longest word."""
+    for part in GLUED:
+        head = head.replace(part, part.replace(" ", HARD_SPACE))
+    longest = max(map(len, head.split(" ")))
+    lines = textwrap.wrap(head, max(width, longest), break_long_words=False)
+    return "\n".join(lines).replace(HARD_SPACE, " ")
 
 
 def _shared_text(cells: Sequence[str]) -> str | None:

@@ -114,7 +114,7 @@ def _print_line(console: Console, line: str, style: str) -> None:
 def _print_table(console: Console, table: Table) -> None:
     """Print a table's title, its headings, and its rows by setting."""
     layout, plain = fit(table, console.width), not console.is_terminal
-    _print_line(console, layout.title, "bold")
+    console.print(Text(layout.title, "bold"))
     headings = _rich_table(layout)
     headings.show_header = True
     console.print(headings)
@@ -123,7 +123,7 @@ def _print_table(console: Console, table: Table) -> None:
     rows = zip(table.column(SETTING), table.marks, zip(*columns, strict=True), strict=True)
     for setting, group in itertools.groupby(rows, key=lambda row: row[0]):
         if setting:
-            _print_line(console, setting, "italic")
+            console.print(Text(setting, "italic"))
         body = _rich_table(layout)
         for _, mark, cells in group:
             texts = (cell.replace(NONE, "-") if plain else cell for cell in cells)
@@ -131,7 +131,7 @@ def _print_table(console: Console, table: Table) -> None:
         console.print(body)
     if layout.left_out:
         left_out = f"not shown here, but on the page: {', '.join(layout.left_out)}"
-        _print_line(console, left_out, "dim")
+        console.print(Text(left_out, "dim"))
 
 
 def _rich_table(layout: Layout) -> RichTable:

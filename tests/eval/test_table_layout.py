@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ from eval.statistics.schema import Row, main_rows
 from tests.support.simulated_records import PROVENANCE
 
 NAMES = ("a name", "a much longer name, which has more characters than a column of words needs")
-SPARE = ("the least important one", "shared by all rows", "one of two values", "beta")
+SPARE = ("the least important one", "output", "one of two values", "beta")
 
 
 def table() -> Table:
@@ -29,7 +30,7 @@ def table() -> Table:
             "speedup [95 %]": "1.41x [1.35, 1.48]",
             "alpha": "0.50",
             "beta": f"{number}",
-            "shared by all rows": "equal",
+            "output": "equal",
             "one of two values": "12345678",
             "the least important one": f"{number} and more",
         }
@@ -66,7 +67,7 @@ def test_a_table_fits_and_every_column_is_shown_or_named(width: int) -> None:
 def test_the_least_important_columns_go_first() -> None:
     """Check that a wider terminal shows no column less, and the widest all of them, unfolded."""
     layouts = [fit(table(), width) for width in range(62, 260)]
-    for narrow, wide in zip(layouts, layouts[1:], strict=False):
+    for narrow, wide in itertools.pairwise(layouts):
         assert set(narrow.columns) <= set(wide.columns)
         order = [SPARE.index(name) for name in narrow.left_out]
         assert order == sorted(order)
@@ -74,7 +75,7 @@ def test_the_least_important_columns_go_first() -> None:
     assert full.columns == full.heads == table().columns and full.title == "Title"
     assert full.widths[0] == len(NAMES[1]) > FOLDED
     assert layouts[0].columns == ["drafter", "speedup [95 %]", "alpha"]
-    assert "shared by all rows: equal" in layouts[0].title
+    assert "output: equal" in layouts[0].title
 
 
 def test_texts_are_folded_before_any_column_goes() -> None:
