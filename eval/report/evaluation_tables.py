@@ -119,8 +119,10 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
         predicted_off = off_by(reliable, row, PREDICTED_WITHIN) or bool(row.unreliable)
         replay_off = off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
         marks.append("bad" if predicted_off or replay_off else "")
-    spare = ("length set by", "predicted there", "best gamma", "lanes hidden", "clock")
-    spare += ("predicted / measured", "replay / measured")
+    spare = (
+        *("length set by", "predicted there", "best gamma", "lanes hidden", "clock"),
+        *("predicted / measured", "replay / measured"),
+    )
     return make_table("Predicted and measured speedup", cells, marks, spare)
 
 
