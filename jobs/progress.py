@@ -64,12 +64,13 @@ class ProgressBar:
     ) -> None:
         self._progress.stop()
 
-    def update(self, done: float, note: str = "") -> None:
+    def update(self, done: float, note: str = "", total: float | None = None) -> None:
         """Show the progress.
 
-        done: number of finished units. note: text next to the bar.
+        done: number of finished units. note: text next to the bar. total: the new total, of work
+        that ends before its bound.
         """
-        self._progress.update(self._id, completed=done, note=note)
+        self._progress.update(self._id, completed=done, note=note, total=total)
         task, now = self._progress.tasks[0], time.monotonic()
         count = self._count(done, task.total)
         self._progress.update(self._id, count=count)
