@@ -27,6 +27,7 @@ from decoding.models.folder import CARD, hash_input, read_config, read_json
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.drafter_folder import format_readme
 from jobs.files import write_text
+from jobs.paths import resolve_model
 from scripts.usage import show_usage
 from training.config import DataConfig
 from training.data.from_config import read_samples
@@ -138,7 +139,7 @@ def main() -> None:
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [CHATS.json]")
     try:
-        found = export(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+        found = export(resolve_model(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     except UserError as error:
         sys.exit(f"error: {error}")
     print(

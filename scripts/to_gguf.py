@@ -14,17 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decoding.errors import UserError
 from decoding.models.gguf.writer import DTYPES, write_gguf
+from jobs.paths import resolve_model
 
 
 def main() -> None:
     """Convert the folder named on the command line."""
     parser = argparse.ArgumentParser(description="Convert a Llama model folder to a GGUF file.")
-    parser.add_argument("folder", type=Path, help="model folder")
+    parser.add_argument("folder", help="model folder, or a name on the Hugging Face Hub")
     parser.add_argument("path", type=Path, help="file to write")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of matrices")
     arguments = parser.parse_args()
     try:
-        for note in write_gguf(arguments.folder, arguments.path, arguments.dtype):
+        for note in write_gguf(resolve_model(arguments.folder), arguments.path, arguments.dtype):
             print(f"note: {note}", file=sys.stderr)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from decoding.errors import UserError
+from jobs.paths import resolve_model
 from scripts.usage import show_usage
 from serving.engines.conversion import export_openvino
 from serving.engines.registry import python_of
@@ -24,9 +25,8 @@ def main() -> None:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [PYTHON]")
     folder, path = sys.argv[1], Path(sys.argv[2])
     try:
-        export_openvino(
-            folder, path, Path(python_of("openvino", {"openvino": "".join(sys.argv[3:])}))
-        )
+        python = python_of("openvino", {"openvino": "".join(sys.argv[3:])})
+        export_openvino(resolve_model(folder), path, Path(python))
     except UserError as error:
         sys.exit(f"error: {error}")
     print(path)

@@ -146,9 +146,9 @@ class ServerAnswers:
             return self._refused_answer(request, f"finish_reason {reply.finish}")
         given, wanted = reply.completion_tokens, self.config.max_new_tokens
         if reply.finish == "length" and given is not None and 0 < given < wanted:
-            return self._refused_answer(
-                request, f"an answer cut after {given} of {wanted} tokens, by a limit of its own"
-            )
+            cut = f"an answer cut after {given} of {wanted} tokens, by a limit of its own"
+            remedy = "Raise the server's limit of new tokens or of its context, or lower ours"
+            return self._refused_answer(request, cut, f"{remedy} (max_new_tokens)")
         self._answered += 1
         tokens = self.exchange.tokens(reply)
         return Answer(
@@ -177,19 +177,23 @@ class ServerAnswers:
         before, self._last = self._last, perf_counter()
         return round(self._last - before, 6)
 
-    def _refused_answer(self, request: Request, words: str) -> Answer:
-        """Return the answer for a refused request. Raises UserError if all are refused."""
+    def _refused_answer(self, request: Request, words: str, remedy: str = "") -> Answer:
+        """Return the answer for a request that got none of use.
+
+        remedy: what to do if the server took the request. Raises UserError if all requests end so.
+        """
         self._refused += 1
+        remedy = remedy or self._remedy
         if self._refused == 1:
             print(
-                f"note: the server refused the request of chat {request.key[0]}, turn "
-                f"{request.key[2]} ({words}). {self._remedy}. Refusals are counted, and "
-                f"answers/rank_0.jsonl holds their words"
+                f"note: the server did not answer chat {request.key[0]}, turn {request.key[2]} "
+                f"({words}). {remedy}. Such chats are counted, and answers/rank_0.jsonl holds "
+                f"the words"
             )
         if self._refused >= MOST_REFUSALS and not self._answered:
             raise UserError(
-                f"{self.config.server} refused the first {self._refused} requests, the last one "
-                f"with {words}. {self._remedy}"
+                f"{self.config.server} did not answer the first {self._refused} requests, the "
+                f"last one with {words}. {remedy}"
             )
         return Answer(
             *request.key,

@@ -27,7 +27,7 @@ from eval.measure.records import Condition, append_lines, write_records
 from eval.measure.session import tasks_of
 from eval.measure.setup import Loaded, conditions
 from jobs.files import write_text
-from jobs.paths import resolve
+from jobs.paths import resolve_model
 from jobs.progress import ProgressBar
 from jobs.run_files import read_journal_lines, read_object
 from serving.engines.conversion import prepare
@@ -128,7 +128,7 @@ class EngineSession:
         cfg, target = self.cfg, self.loaded.bench.target
         drafter = str(self.plan.folders[arm.drafter].resolve()) if arm.loads_drafter else ""
         return EngineConfig(
-            target=str(resolve(cfg.target.path).resolve()),
+            target=str(resolve_model(cfg.target.path).resolve()),
             dtype=cfg.target.dtype,
             device=self.loaded.run.device,
             threads=torch.get_num_threads(),

@@ -48,7 +48,7 @@ class Options(BenchOptions):
     max_prompts: int = 24  # prompts, spread over the file's categories
     max_new_tokens: int = 96  # tokens of every answer
     num_draft_tokens: int = 2  # draft length in every engine
-    max_length: int = 1024  # the most tokens of a row, if the target's context has as many
+    max_length: int = 2048  # the most tokens of a row, if the target's context has as many
     rounds: int = 3  # runs of each generation, at least 3
     busy: bool = False  # measure on a machine that is not idle too
     output_dir: str = "runs/bench/engines"  # folder of the runs

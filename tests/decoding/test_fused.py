@@ -340,10 +340,13 @@ def test_a_library_that_a_compiler_built_before_is_used_without_one(
     assert "there is no C++ compiler" in str(fused.refuse(torch.float32, torch.device("cpu")))
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(copying: Path, fresh: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_replaced_and_named(
+    copying: Path, fresh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fresh.write_text("a file in the folder's place")
     library.load_library()
     assert calls(copying) == 1 and fresh.is_file()
+    assert f"cannot be kept in {fresh} " in capsys.readouterr().err
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install(

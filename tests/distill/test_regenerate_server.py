@@ -242,7 +242,7 @@ def test_unusable_answers_are_counted_and_left_out(
         ]
         assert len(words) == 2
         assert all(re.search(more, text) for text in words)
-        assert "note: the server refused the request of chat" in output
+        assert "note: the server did not answer chat" in output
 
 
 @pytest.mark.long
@@ -325,7 +325,11 @@ def test_answers_of_two_models_are_not_mixed(home: Path, tmp_path: Path):
             ["server_prompts=messages"],
             r"Start it with the chat template of .*, or set server_prompts=tokens",
         ),
-        ({"faults": lambda _: "refuse"}, [], r"refused the first 8 requests.*server_extensions=f"),
+        (
+            {"faults": lambda _: "refuse"},
+            [],
+            r"did not answer the first 8 requests.*server_extensions=f",
+        ),
         ({"faults": lambda _: "404"}, [], r"HTTP 404: .*planted 404.*server_prompts=messages"),
         ({"faults": lambda _: "401"}, [], r"HTTP 401: .*Set OPENAI_API_KEY to a key"),
         ({}, ["server_prompts=both"], r"server_prompts is both, expected tokens or messages"),

@@ -83,3 +83,12 @@ def test_every_job_takes_a_name(job: str, cache: Path, padded_target: Path, tmp_
     JOBS[job].run(small_configured(job, NAME, tmp_path / "run"))
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["finished"] and manifest["revisions"] == {NAME: OLD}
+
+
+@pytest.mark.long
+def test_another_engine_takes_a_name(cache: Path, padded_target: Path, tmp_path: Path):
+    add_snapshot(cache, padded_target, OLD)
+    config = small_configured("eval.run", NAME, tmp_path / "run")
+    config.engine, config.max_seconds = ["ours", "hf"], 0.0
+    JOBS["eval.run"].run(config)
+    assert '"hf' in (tmp_path / "run" / "engine_records.jsonl").read_text()

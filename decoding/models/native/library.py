@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -198,7 +199,12 @@ def _build_into(cached: Path) -> ctypes.CDLL:
     try:
         cached.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=".building-", dir=cached)
-    except OSError:
+    except OSError as error:
+        print(
+            f"note: the compiled step cannot be kept in {cached} ({error}), so every start builds "
+            f"it again, in some 20 seconds. Set SHALLOW_DRAFT_CACHE to a writable folder",
+            file=sys.stderr,
+        )
         folder = tempfile.mkdtemp(prefix="shallow-draft-")
         cached = Path(folder)
     built = Path(folder) / "step.so"
