@@ -76,6 +76,9 @@ inline void dots(const T* first, const T* second, int64_t K, const Input<T>* x, 
 // Rows of a tile, whose sums fill the registers: 24 of AVX-512's 32, 12 of the others' 16.
 constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 12 : 6;
 constexpr int PIECE = 16;  // pairs of outputs of a piece of work
+#if defined(HAS_TILES)
+static_assert(PIECE == TILE);  // as `emit` takes the outputs of a tile too
+#endif
 
 // The outputs of a product come in pairs, one of its first and one of its second half, which for the gate
 // and up matrices of an MLP are those that are multiplied. `emit(row, pair, count, first, second)` takes

@@ -151,7 +151,6 @@ class Team {
 class Pieces {
  public:
   int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
-  void reset() { next_.store(0, std::memory_order_relaxed); }
 
  private:
   alignas(64) std::atomic<int> next_{0};

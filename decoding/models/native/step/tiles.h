@@ -86,6 +86,7 @@ inline void transpose(__m512i (&x)[TILE]) {
     x[12 + i] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
   }
 }
+
 // out = x^T, of 16 rows of x with `columns` numbers each; further rows of `out` are 0.
 inline void transpose(const float* x, int columns, float* out) {
   const __mmask16 filled = (1u << columns) - 1;
