@@ -36,6 +36,8 @@ class Draws:
     temperature: float = 0.0  # 0: the largest logit, the lowest id among equals
     keys_B: Sequence[int] = ()  # of seed, request and round
     positions_B: Sequence[int] = ()  # of the first token that the round emits
+    # under the coupled rule, of seed, request and the position of each depth, signed
+    shared_BW: Sequence[Sequence[int]] = ()
 
 
 class Chooser(Protocol):
@@ -73,7 +75,7 @@ class Chooser(Protocol):
 
     @property
     def draws(self) -> Draws:
-        """The keys of this round's `uniform`, for calls outside Python."""
+        """The keys of this round's random numbers, for calls outside Python."""
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return a number in (0, 1), keyed by seed, request, round, position, purpose and node.

@@ -110,8 +110,9 @@ class TokenChooser:
 
     @property
     def draws(self) -> Draws:
-        """The keys of this round's `uniform`, for calls outside Python."""
-        return Draws(self.warper.temperature, self._round_keys_B, self._positions_B)
+        """The keys of this round's random numbers, for calls outside Python."""
+        keys = self._round_keys_B, self._positions_B, self._keys
+        return Draws(self.warper.temperature, *keys)
 
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """Return the round's number in (0, 1) for this row, depth and purpose.

@@ -195,7 +195,8 @@ COSTS = RoundCosts(0.1, (1.0, 1.1, 1.2, 1.3, 1.4), 0.1, rows=3)
         ({"temperature": 1.0, "verify": "block", "stopping": "confidence"}, True),
         ({"stopping": "entropy"}, False),
         ({"repetition_penalty": 1.2}, False),
-        ({"temperature": 1.0, "verify": "coupled"}, False),
+        ({"temperature": 1.0, "verify": "coupled"}, True),
+        ({"temperature": 0.7, "verify": "coupled", "stopping": "confidence"}, True),
         ({"temperature": 1.0, "verify": "token", "top_k": 5}, False),
     ],
 )

@@ -52,6 +52,8 @@ def rounds(
         ("token", True, 0.6),
         ("token", False, 1.0),
         ("lossy_lenience:0.4", True, 1.0),
+        ("coupled", False, 1.0),
+        ("coupled", False, 0.6),
     ],
 )
 def test_a_call_verifies_as_the_rule_does(
@@ -95,9 +97,9 @@ def test_an_excluded_token_has_probability_zero(excluded: float, dtype: torch.dt
 
 
 def test_rules_that_it_does_not_know_are_left_to_python() -> None:
-    known = [verifies(TokenChooser(Warper(1.0), rule, 0, V, CPU)) for rule in ("block", "coupled")]
-    assert known == [False, False]
-    assert not verifies(TokenChooser(Warper(1.0, top_k=3), "token", 0, V, CPU))
+    assert not verifies(TokenChooser(Warper(1.0), "block", 0, V, CPU))
+    for rule in ("token", "coupled"):
+        assert not verifies(TokenChooser(Warper(1.0, top_k=3), rule, 0, V, CPU))
 
 
 class Calling(TableTarget):
@@ -115,12 +117,32 @@ class Calling(TableTarget):
         return verify_chains(logits_BNV, proposal, chooser)
 
 
+@pytest.mark.parametrize("rule", ["token", "coupled"])
 @pytest.mark.parametrize("name", ["chain", "prompt_lookup"])
-def test_law_3_holds_in_a_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_holds_in_a_call(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Calling, "calls", 0)
     monkeypatch.setattr("tests.decoding.law_3.TableTarget", Calling)
-    assert law_holds(drafter_of(name), "token", "plain", draws=FEW_DRAWS) > P_LIMIT
+    assert law_holds(drafter_of(name), rule, "plain", draws=FEW_DRAWS) > P_LIMIT
     assert Calling.calls > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_call_uses_the_shared_noise_of_each_row_and_depth(dtype: torch.dtype) -> None:
+    """Draw the tokens of the eager race, over as many tokens as fill vectors and a rest."""
+    for vocab_size in (1, 31, 257, 4096):
+        chooser = TokenChooser(Warper(0.9), "coupled", 0, vocab_size, CPU)
+        logits_BNV = torch.randn(
+            2, 3, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        ).to(dtype)
+        made = []
+        for position in (11, 12):  # the control: other noise, other tokens
+            chooser.begin([5, 6], [0, 0], [position, 40], 3)
+            drafted_BN = chooser.race(logits_BNV)
+            proposal = Proposal(drafted_BN[:, :2], [2, 2])
+            outcome, _ = verify_chains(logits_BNV, proposal, chooser)
+            assert outcome.tokens_B == drafted_BN.tolist()
+            made.append(outcome.tokens_B[0])
+        assert (made[0] != made[1]) == (vocab_size > 1)
 
 
 def test_law_3_rejects_lenience_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 Between two forwards every small operation finds its instructions out of the processor's caches, so
 a round takes fewer of them here. The eager versions are the loop of `ChainDrafter.propose` and the
-rules `greedy` and `token` of decoding/verification, from whose probabilities these differ in the
-last bits alone.
+rules `greedy`, `token` and `coupled` of decoding/verification, whose probabilities may differ in
+the last bits.
 
 Shapes: B rows, N drafted tokens, K unseen tokens, V vocabulary.
 """
@@ -38,7 +38,7 @@ def draft_chain(
     lengths, counts = (ctypes.c_int64 * B)(*lengths_B), numbers(*counts_B)
     confidences_B = None if choice.shorten is None else (ctypes.c_double * B)()
     tokens_BN, q_BNV = torch.empty(B, 1 + N, dtype=torch.int64), None
-    if choice.draws.temperature:
+    if choice.draws.keys_B:
         q_BNV = torch.empty(B, N, choice.vocab_size, dtype=step.sum_dtype)
     forward = library.Forward(
         B, K, 0, torch.get_num_threads(), ctypes.addressof(tokens), None, lengths, step.columns(())
@@ -66,7 +66,7 @@ def draft_chain(
 def verifies(chooser: Chooser) -> bool:
     """Return whether `verify_chains` knows the chooser's rule."""
     return chooser.rule == "greedy" or (
-        chooser.rule in ("token", "lossy_lenience") and not chooser.warper.truncates
+        chooser.rule in ("token", "lossy_lenience", "coupled") and not chooser.warper.truncates
     )
 
 
@@ -82,9 +82,9 @@ def verify_chains(
             q_BNV = _dense(proposal.q_BNV.to(SUM_DTYPES[logits_BNV.dtype]))
     accepted, emitted = (ctypes.c_int32 * B)(), (ctypes.c_int64 * (B * nodes))()
     test = library.Verification(
-        CODES[logits_BNV.dtype], B, nodes - 1, V, address(logits_BNV), address(drafted_BN),
-        (ctypes.c_int32 * B)(*counts_B), address(q_BNV), chooser.lenience, _draws(chooser.draws),
-        accepted, emitted, (-math.inf, 0.0),
+        CODES[logits_BNV.dtype], B, nodes - 1, torch.get_num_threads(), V,
+        address(logits_BNV), address(drafted_BN), (ctypes.c_int32 * B)(*counts_B), address(q_BNV),
+        chooser.lenience, _draws(chooser.draws), accepted, emitted, (-math.inf, 0.0),
     )  # fmt: skip
     if library.load_library().verify_chains(test):
         raise IndexError(f"drafted tokens are out of range: expected tokens from 0 to {V - 1}.")
@@ -101,6 +101,11 @@ def _dense(tensor: Tensor) -> Tensor:
 def _draws(draws: Draws) -> library.Draws:
     if not draws.temperature:
         return library.Draws()
+    if draws.shared_BW:
+        W = len(draws.shared_BW[0])
+        shared = [key for row in draws.shared_BW for key in row]
+        shared_BW = (ctypes.c_int64 * len(shared))(*shared)
+        return library.Draws(draws.temperature, None, None, shared_BW, W)
     B = len(draws.keys_B)
     keys, positions = (ctypes.c_uint64 * B)(*draws.keys_B), (ctypes.c_int64 * B)(*draws.positions_B)
     return library.Draws(draws.temperature, keys, positions)

@@ -72,6 +72,8 @@ class Draws(ctypes.Structure):
         ("temperature", ctypes.c_double),
         ("keys", ctypes.POINTER(ctypes.c_uint64)),
         ("positions", ctypes.POINTER(ctypes.c_int64)),
+        ("shared", ctypes.POINTER(ctypes.c_int64)),
+        ("width", ctypes.c_int32),
     ]
 
 
@@ -96,7 +98,7 @@ class Verification(ctypes.Structure):
     """The test of drafted chains."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("dtype", "B", "N")),
+        *((name, ctypes.c_int32) for name in ("dtype", "B", "N", "threads")),
         ("V", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("logits", "drafted")),
         ("counts", ctypes.POINTER(ctypes.c_int32)),

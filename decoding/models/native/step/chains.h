@@ -5,12 +5,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "forward.h"
 #include "sampling.h"
 #include "structures.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -19,10 +21,16 @@ namespace {
 template <typename A>
 void choose(A* logits, const Chain& chain, int b, int step) {
   const int64_t place = int64_t(b) * chain.width + step, count = chain.choices;
-  const bool samples = chain.draws.temperature > 0;
+  const bool races = chain.draws.shared != nullptr, samples = !races && chain.draws.temperature > 0;
   int64_t chosen = argmax(logits, count);
+  if (races) {
+    static std::vector<A> weights;
+    weights.assign(logits, logits + count);
+    const uint64_t key = chain.draws.shared[int64_t(b) * chain.draws.width + step];
+    chosen = race(weights.data(), count, chain.ids, chosen, key, A(chain.draws.temperature));
+  }
   if (samples || chain.confidences != nullptr)
-    softmax(logits, count, chosen, A(samples ? chain.draws.temperature : 1));
+    softmax(logits, count, races ? argmax(logits, count) : chosen, A(samples ? chain.draws.temperature : 1));
   if (samples) {
     chosen = draw(logits, count, uniform(chain.draws, b, step, DRAFT));
     A* probabilities = static_cast<A*>(chain.probabilities) + place * chain.vocabulary;
@@ -74,27 +82,31 @@ void watch(double& largest, double x) {  // keeps NaN
   if (largest == largest && !(x <= largest)) largest = x;
 }
 
-// Tests a row's drafted tokens one by one, as `greedy` and `token` of decoding/verification do.
+// Tests a row's drafted tokens one by one, as `greedy`, `token` and `coupled` of decoding/verification do.
 template <typename T>
-void verify_row(Verification& v, int b, Sum<T>* p) {
+void verify_row(const Verification& v, int b, Sum<T>* p, std::array<double, 2>& largest) {
   using A = Sum<T>;
   const T* logits = static_cast<const T*>(v.logits) + int64_t(b) * (v.N + 1) * v.V;
   const A* q = static_cast<const A*>(v.q) + int64_t(b) * v.N * v.V;
-  const bool samples = v.draws.temperature > 0;
+  const bool races = v.draws.shared != nullptr, samples = !races && v.draws.temperature > 0;
   for (int n = 0;; ++n, logits += v.V, q += v.V) {
     for (int64_t i = 0; i < v.V; ++i) p[i] = widen(logits[i]);
     const int64_t best = argmax(p, v.V);
-    watch(v.largest[0], p[best]);
+    watch(largest[0], p[best]);
     int64_t& emitted = v.emitted[int64_t(b) * (v.N + 1) + n];
     const bool drafts = n < v.counts[b];
     const int64_t drafted = drafts ? v.drafted[int64_t(b) * v.N + n] : -1;
-    bool accepts = drafted == best;
     emitted = best;
+    if (races) {
+      const uint64_t key = v.draws.shared[int64_t(b) * v.draws.width + n];
+      emitted = race(p, v.V, nullptr, best, key, A(v.draws.temperature));
+    }
+    bool accepts = drafted == emitted;
     if (samples) {
       softmax(p, v.V, best, A(v.draws.temperature));
       if (drafts) {
         const double chance = v.q == nullptr ? 1 : q[drafted];
-        watch(v.largest[1], chance);
+        watch(largest[1], chance);
         accepts = uniform(v.draws, b, n, ACCEPT) * (v.lenience * chance) < p[drafted];
         if (!accepts) reject(p, v.q == nullptr ? nullptr : q, v.V, drafted);
       }
@@ -107,10 +119,19 @@ void verify_row(Verification& v, int b, Sum<T>* p) {
   }
 }
 
+struct Rows {
+  Verification& verification;
+  std::vector<std::array<double, 2>> largest;  // of each row
+  Pieces pieces;
+};
+
 template <typename T>
-void verify_rows(Verification& v) {
-  std::vector<Sum<T>> p(v.V);
-  for (int b = 0; b < v.B; ++b) verify_row<T>(v, b, p.data());
+void verify_rows(void* argument, int) {
+  static thread_local std::vector<Sum<T>> p;
+  Rows& rows = *static_cast<Rows*>(argument);
+  p.resize(rows.verification.V);
+  for (int b; (b = rows.pieces.take()) < rows.verification.B;)
+    verify_row<T>(rows.verification, b, p.data(), rows.largest[b]);
 }
 
 }  // namespace

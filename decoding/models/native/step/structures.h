@@ -59,6 +59,8 @@ struct Draws {
   double temperature;        // 0: the largest logit, without random numbers
   const uint64_t* keys;      // (B,) of seed, request and round
   const int64_t* positions;  // (B,) of the round's first token
+  const int64_t* shared;     // (B, width) of seed, request and a depth's position; null: not the coupled rule
+  int32_t width;
 };
 
 // Some steps of a chain after the tokens of a Forward, which wants no logits.
@@ -80,6 +82,7 @@ struct Chain {
 // The test of drafted chains against a target's logits.
 struct Verification {
   int32_t dtype, B, N;     // of the logits; rows; drafted tokens of the longest chain
+  int32_t threads;
   int64_t V;
   const void* logits;      // (B, N + 1, V) at the tip and the drafted tokens
   const int64_t* drafted;  // (B, N)
