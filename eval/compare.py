@@ -15,7 +15,11 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import CompareConfig
-from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
+from eval.report.engines_compared import (
+    compared_engine_notes,
+    compared_engine_tables,
+    compared_engine_warnings,
+)
 from eval.report.page import Provenance, comparison_page
 from eval.report.plots import Plot, panel_plots, styles_of_entries
 from eval.report.terminal import print_comparison
@@ -69,6 +73,7 @@ def run(cfg: CompareConfig) -> Path:
         evaluations,
         of_engines=compared_engine_tables(evaluations),
         engine_warnings=compared_engine_warnings(evaluations),
+        engine_notes=compared_engine_notes(evaluations),
     )
     print(f"\nrows: {rows}\nreport: {report}")
     return folder.path

@@ -91,7 +91,8 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     if rows:
         print_evaluation(rows)
     if engine_rows:
-        print_engines(engine_rows, read_not_run(folder.path))
+        versions = folder.manifest["versions"]
+        print_engines(engine_rows, read_not_run(folder.path), versions)
     print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:

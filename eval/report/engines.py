@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from serving.engines.registry import OURS
 # Columns that narrow terminals leave out.
 SPARE = ("first token ms", "tau", "gamma", "over ours [95 %]")
 SPARE_OF_ACCEPTANCE = ("ours by depth", "by depth")
+PACKAGES = ("torch", "transformers")  # whose versions are named beside ours
 
 
 def condition_label(row: EngineRow) -> str:
@@ -109,10 +110,29 @@ def engine_warnings(rows: Sequence[EngineRow]) -> list[str]:
     return found
 
 
+def versions_note(rows: Sequence[EngineRow], versions: Mapping[str, str]) -> str:
+    """Return `Versions: ours 0.2.0 (native fused, torch 2.13.0, transformers 5.23.0), vllm 0.32.0`.
+
+    versions: package -> version, of the manifest.
+    """
+    backends = {row.engine: row.backend for row in rows}
+    name = " ".join(filter(None, (OURS, versions.get("shallow-draft"))))
+    setting = [backends.pop(OURS, "").removeprefix(OURS).strip()]
+    setting += [f"{package} {versions[package]}" for package in PACKAGES if package in versions]
+    ours = f"{name} ({', '.join(filter(None, setting))})"
+    return f"Versions: {', '.join([ours, *backends.values()])}"
+
+
 def print_engines(
-    rows: Sequence[EngineRow], notes: Sequence[str], console: Console | None = None
+    rows: Sequence[EngineRow],
+    notes: Sequence[str],
+    versions: Mapping[str, str],
+    console: Console | None = None,
 ) -> None:
-    """Print the tables of engines, what they do not run, and the legend."""
+    """Print the tables of engines, their versions, what they do not run, and the legend.
+
+    versions: see `versions_note`.
+    """
     first = rows[0]
     title = f"Engines, {first.target} on benchmark {first.benchmark}: "
     title += f"{text.count_label(first.prompts, 'prompt')}, {first.dtype}, "
@@ -120,5 +140,6 @@ def print_engines(
     tables = [
         dataclasses.replace(table, title=f"{title}: {table.title}") for table in engine_tables(rows)
     ]
-    not_run = [f"not run by other engines: {note}" for note in notes]
-    print_tables(tables, engine_warnings(rows), not_run, text.ENGINES_LEGEND, console)
+    shown = [versions_note(rows, versions)]
+    shown += [f"not run by other engines: {note}" for note in notes]
+    print_tables(tables, engine_warnings(rows), shown, text.ENGINES_LEGEND, console)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from eval.measure.records import AUTOREGRESSIVE
-from eval.report.engines import drafter_label, engine_warnings, is_suspect
+from eval.report.engines import drafter_label, engine_warnings, is_suspect, versions_note
 from eval.report.tables import Table, make_table
 from eval.report.text import NONE, number, with_interval
 from eval.statistics.comparison.evaluations import Evaluation
@@ -51,6 +51,18 @@ def compared_engine_warnings(evaluations: Sequence[Evaluation]) -> list[str]:
         for one in evaluations
         for warning in engine_warnings(one.engine_rows)
     ]
+
+
+def compared_engine_notes(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Return the versions of all engines, once for all runs that have the same."""
+    labels: dict[str, list[str]] = {}
+    for one in evaluations:
+        if one.engine_rows:
+            note = versions_note(one.engine_rows, one.manifest["versions"])
+            labels.setdefault(note, []).append(one.label)
+    if len(labels) == 1:
+        return list(labels)
+    return [f"{', '.join(runs)}: {note}" for note, runs in labels.items()]
 
 
 def _settings(

@@ -82,6 +82,7 @@ def evaluation_page(
         title=f"Speculative decoding of {shown[0].target}",
         warnings=[*text.warnings(shown), *engines.engine_warnings(engine_rows)],
         engine_tables=engines.engine_tables(engine_rows),
+        engine_versions=engines.versions_note(engine_rows, made.versions),
         not_run=not_run,
         cards=_cards(shown),
         rows=shown,
@@ -102,6 +103,7 @@ def engines_page(rows: Sequence[EngineRow], not_run: Sequence[str], made: Proven
         cards=[],
         first=rows[0],
         engine_tables=engines.engine_tables(rows),
+        engine_versions=engines.versions_note(rows, made.versions),
         not_run=not_run,
         made=made,
     )
@@ -125,6 +127,7 @@ def comparison_page(
             *engines_compared.compared_engine_warnings(evaluations),
         ],
         engine_tables=engines_compared.compared_engine_tables(evaluations),
+        engine_notes=engines_compared.compared_engine_notes(evaluations),
         cards=[_panel_card(panel) for panel in panels],
         drafters=len({entry.name for entry in entries if entry.row.drafter != CONTROL}),
         machines=dict.fromkeys(

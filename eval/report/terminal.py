@@ -59,17 +59,19 @@ def print_comparison(
     console: Console | None = None,
     of_engines: Sequence[Table] = (),
     engine_warnings: Sequence[str] = (),
+    engine_notes: Sequence[str] = (),
 ) -> None:
     """Print a table of results and one of losses for each panel, then how the runs differ.
 
-    of_engines: tables of engines, which come last. engine_warnings: warnings of these.
+    of_engines: tables of engines, which come last. engine_warnings, engine_notes: what is printed
+    of these before and after the tables.
     """
     tables = []
     for panel in panels:
         title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
         tables += [*panel_tables(panel, title), panel_losses(panel)]
     tables += [differences_table(panels, evaluations), *of_engines]
-    notes = comparison_notes(evaluations)
+    notes = [*comparison_notes(evaluations), *engine_notes]
     warnings = [*comparison_warnings(evaluations), *engine_warnings]
     legend = text.COMPARISON_LEGEND | (text.ENGINES_COMPARED_LEGEND if of_engines else {})
     print_tables(tables, warnings, notes, legend, console)

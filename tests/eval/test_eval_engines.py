@@ -267,6 +267,7 @@ def test_generate_gives_the_targets_text_and_accepts_as_often_as_ours(with_hf):
     assert drafting.backend.startswith("hf 5.")
     report = (with_hf / "report.html").read_text()
     assert "<h2>Engines</h2>" in report and "acceptance in the engine and in ours" in report
+    assert f", {drafting.backend}</p>" in report  # its version, on the line of versions
 
 
 @pytest.mark.long
@@ -282,7 +283,8 @@ def test_a_finished_run_shows_its_engines_again_and_an_interrupted_one_continues
     engine_home, with_hf, capsys
 ):
     run(engine_config(engine_home, "with_hf"))
-    assert "Engines, target on benchmark prompts" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Engines, target on benchmark prompts" in shown and "), hf 5." in shown
     records, manifest = with_hf / FILE, with_hf / "manifest.json"
     before = records.read_text().splitlines()
     records.write_text("\n".join(before[:-3]) + "\n")

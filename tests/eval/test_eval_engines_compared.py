@@ -1,5 +1,6 @@
 """The tables of engines in a comparison: several runs side by side."""
 
+import dataclasses
 import io
 import json
 
@@ -7,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from eval.compare import run
+from eval.report.engines import print_engines
 from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
+from eval.report.page import engines_page
 from eval.report.terminal import print_comparison
 from eval.report.text import NONE
 from eval.statistics.comparison.entries import entries_of
@@ -15,7 +18,7 @@ from eval.statistics.comparison.evaluations import read_evaluation
 from eval.statistics.comparison.panels import panels_of
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.schema import read_rows, write_rows
-from tests.support import simulated_runs
+from tests.support import simulated_records, simulated_runs
 from tests.support.simulated_comparisons import SHALLOW, configured
 
 GAINS = {"ours": 1.25, "hf": 0.9, "vllm": 1.1, "llama_cpp": 0.8, "openvino": 1.02}
@@ -35,7 +38,7 @@ def engine_row(engine: str, drafter: str, dtype: str, batch_size: int, temperatu
     )
     return EngineRow(
         engine=engine,
-        backend=engine,
+        backend="ours native fused" if engine == "ours" else f"{engine} 1.0",
         method="draft_model" if drafter else "autoregressive",
         target="simulated",
         target_layers=30,
@@ -168,3 +171,37 @@ def test_the_report_and_its_rows(four, tmp_path):
     assert "<h2>Engines</h2>" in page and "A drafter&#39;s gain in every engine" in page
     rows = [json.loads(line) for line in (folder / "comparison.jsonl").read_text().splitlines()]
     assert {row["engine"] for row in rows} == {"ours"}  # other engines' rows are in the runs
+
+
+# ---------------------------------------------------------------------------------------- versions
+OTHERS = "hf 1.0, vllm 1.0, llama_cpp 1.0, openvino 1.0"
+
+
+def test_a_run_names_the_versions_of_its_engines_on_terminal_and_page():
+    rows = [engine_row(engine, "", "float32", 1, 0.0) for engine in GAINS]
+    out = io.StringIO()
+    versions = {"shallow-draft": "0.1", "torch": "2.0", "transformers": "5.0", "wandb": "1.0"}
+    print_engines(rows, [], versions, Console(file=out))
+    line = f"Versions: ours 0.1 (native fused, torch 2.0, transformers 5.0), {OTHERS}"
+    assert line in out.getvalue().splitlines()
+    made = dataclasses.replace(simulated_records.PROVENANCE, versions=versions)
+    assert f'<p class="note">{line}</p>' in engines_page(rows, [], made)
+    out.truncate(0)
+    print_engines(rows[2:3], [], versions, Console(file=out))  # without rows of our own loop
+    assert "Versions: ours 0.1 (torch 2.0, transformers 5.0), vllm 1.0\n" in out.getvalue()
+
+
+def test_a_comparison_names_versions_once_and_apart_where_runs_differ(four, tmp_path, capsys):
+    line = f"Versions: ours (native fused, torch 0, transformers 0), {OTHERS}"
+    folder = run(configured(tmp_path, "same", four))
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert (folder / "comparison.html").read_text().count(f'<p class="note">{line}</p>') == 1
+    newer = write_run(tmp_path, "newer", "float32", benchmark="mt_bench")
+    manifest = json.loads((newer / "manifest.json").read_text())
+    manifest["versions"]["torch"] = "1"
+    (newer / "manifest.json").write_text(json.dumps(manifest))
+    run(configured(tmp_path, "differing", [four[0], newer]))
+    shown = [one for one in capsys.readouterr().out.splitlines() if "Versions: " in one]
+    assert len(shown) == 2
+    assert shown[0].endswith(f"mt_bench_float32: {line}")
+    assert shown[1].endswith(f"newer: {line.replace('torch 0', 'torch 1')}")
