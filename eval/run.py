@@ -26,6 +26,7 @@ from eval.engines.plan import (
     check_engines,
     describe_arms,
     engine_names,
+    find_engines,
     plan_engines,
 )
 from eval.measure.deadline import Deadline
@@ -47,8 +48,7 @@ from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import Tracker, track_run
-from serving.engines.conversion import llama_server
-from serving.engines.registry import OURS, python_of
+from serving.engines.registry import OURS
 from training.models.build import target_is_here
 
 TRACKED = (
@@ -64,8 +64,7 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     Raises UserError for invalid input and, after the report, for an output that differs from the
     target's (unless require_lossless is false).
     """
-    check(cfg)
-    check_engines(cfg)
+    check_before_loading(cfg)
     if OURS not in engine_names(cfg):  # whose loop alone has a sweep
         lengths = cfg.num_draft_tokens or [DRAFT_LENGTH]
         cfg = dataclasses.replace(cfg, sweep=[], num_draft_tokens=lengths)
@@ -144,18 +143,27 @@ def _measure_ours(
     return add_bound(rows, cfg, loaded, session.overrun_seconds), session.records
 
 
+def check_before_loading(cfg: EvalConfig) -> None:
+    """Raise UserError for settings that cannot be measured, before any model is loaded.
+
+    A dry run does not need the engines where it does not need the target.
+    """
+    check(cfg)
+    check_engines(cfg)
+    if not cfg.dry_run:
+        find_engines(cfg)
+
+
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """Raise UserError for a plan that would otherwise fail in the middle of the measurement.
 
-    It covers a sweep or main part with too few prompts, verification rules that do not fit a
-    drafter, and schedules that do not fit a drafter, rule or batch size. It runs before the run
-    folder is tied to this configuration, so the corrected command can use the same folder.
+    It covers a sweep or main part with too few prompts, engines that measure none of the drafters,
+    verification rules that do not fit a drafter, and schedules that do not fit a drafter, rule or
+    batch size. It runs before the run folder is tied to this configuration, so the corrected
+    command can use the same folder.
     """
     generations(cfg, loaded)
-    for name in plan_engines(cfg, loaded).engines:
-        python_of(name, cfg.engine_python)
-        if name == "llama_cpp":
-            llama_server()
+    plan_engines(cfg, loaded)
     for name, use in loaded.bench.uses.items():
         drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
@@ -181,6 +189,7 @@ def _print_plan(cfg: EvalConfig) -> None:
             f"fit is not known yet"
         )
         return
+    find_engines(cfg)
     loaded = load(cfg)
     check_plan(cfg, loaded)
     target, benchmark = loaded.run, loaded.bench.benchmark
@@ -277,4 +286,4 @@ def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
 
 
 if __name__ == "__main__":
-    job_main("eval.run", EvalConfig, run, check)
+    job_main("eval.run", EvalConfig, run, check_before_loading)

@@ -14,12 +14,14 @@ from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
 from eval.measure.setup import Loaded
 from jobs.drafters import CONTROL
+from serving.engines.conversion import llama_server
 from serving.engines.heads import ServedHead, served_head
-from serving.engines.registry import ENGINES, OURS
+from serving.engines.registry import ENGINES, OURS, python_of
 
 DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
 DRAFT_MODEL = "draft_model"
 GREEDY, TOKEN = "greedy", "token"
+LLAMA_CPP = "llama_cpp"  # which also needs a program outside of Python
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,22 @@ def check_engines(cfg: EvalConfig) -> None:
                 f"{key} is {vars(cfg)[key]}, which only our own loop has. Remove it, or set "
                 f"engine=ours."
             )
+
+
+def find_engines(cfg: EvalConfig) -> None:
+    """Raise UserError with the commands that install the missing engines of `engine`, if any."""
+    missing = []
+    for name in engine_names(cfg):
+        if name == OURS:
+            continue
+        try:
+            python_of(name, cfg.engine_python)
+            if name == LLAMA_CPP:
+                llama_server()
+        except UserError as error:
+            missing.append(str(error))
+    if missing:
+        raise UserError("\n".join(missing))
 
 
 def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:

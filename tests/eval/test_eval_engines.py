@@ -117,6 +117,27 @@ def test_a_missing_llama_server_is_refused_before_a_measurement(engine_home, mon
     assert not (Path(cfg.output_dir) / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_all_missing_engines_are_named_before_any_model_is_read(engine_home, dry_run):
+    nowhere = str(engine_home / "nowhere")
+    changes = {"drafters": [nowhere], "dry_run": dry_run}
+    pythons = {"engine_python": {"vllm": nowhere, "openvino": nowhere}}
+    missing = engine_config(
+        engine_home, "missing", engine=["ours", "hf", "vllm", "openvino"], **changes, **pythons
+    )
+    with pytest.raises(UserError) as error:
+        run(missing)
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "engine vllm is not installed",
+        "engine openvino is not installed",
+    ]
+    for script in ("vllm", "openvino"):
+        assert f"Install it with ./scripts/engines/{script}.sh" in str(error.value)
+    assert not Path(missing.output_dir).exists()
+    with pytest.raises(UserError, match="^drafters: .*nowhere"):  # control: with engines that exist
+        run(engine_config(engine_home, "found", engine=["ours", "hf"], **changes))
+
+
 def test_a_dry_run_lists_the_arms_and_what_no_engine_runs(engine_home, capsys):
     run(
         engine_config(
