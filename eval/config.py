@@ -53,6 +53,8 @@ class EvalConfig(JobConfig):
     engine: Any = "ours"
     # engine -> Python interpreter that has it; empty: the one that its install script makes
     engine_python: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ENGINES, ""))
+    # engine -> its own file or folder of the target, such as a 4-bit GGUF; empty: the target itself
+    engine_target: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ENGINES, ""))
     engine_timeout: float = 900.0  # seconds to wait for an engine's start, and for each batch
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

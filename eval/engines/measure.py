@@ -20,7 +20,7 @@ from decoding.errors import UserError
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 from eval.config import EvalConfig
 from eval.engines.ours import OurEngine
-from eval.engines.plan import GREEDY, EngineArm, EnginePlan, Trial
+from eval.engines.plan import GREEDY, EngineArm, EnginePlan, Trial, given_targets
 from eval.engines.records import EngineRecord, record_from
 from eval.measure.measurement import Task, render_turn, rotate
 from eval.measure.records import Condition, append_lines, write_records
@@ -122,13 +122,15 @@ class EngineSession:
         except UserError as error:
             raise UserError(f"{_key_of(arm)}: {error}") from error
         self._started[arm] = stack.enter_context(process)
-        self.versions[arm.engine] = process.version
+        given = given_targets(self.cfg).get(arm.engine)
+        self.versions[arm.engine] = process.version + (f", {given.name}" if given else "")
 
     def _config(self, arm: EngineArm) -> EngineConfig:
         cfg, target = self.cfg, self.loaded.bench.target
+        path = given_targets(cfg).get(arm.engine) or resolve_model(cfg.target.path)
         drafter = str(self.plan.folders[arm.drafter].resolve()) if arm.loads_drafter else ""
         return EngineConfig(
-            target=str(resolve_model(cfg.target.path).resolve()),
+            target=str(path.resolve()),
             dtype=cfg.target.dtype,
             device=self.loaded.run.device,
             threads=torch.get_num_threads(),

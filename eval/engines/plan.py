@@ -108,11 +108,18 @@ def check_engines(cfg: EvalConfig) -> None:
             f"engine is {cfg.engine}, expected one of {', '.join(known)}, or a list of different "
             f"ones such as engine=[ours,vllm]."
         )
-    if unknown := cfg.engine_python.keys() - ENGINES.keys():
-        raise UserError(
-            f"engine_python has {', '.join(sorted(unknown))}, expected the name of an engine: "
-            f"{', '.join(ENGINES)}."
-        )
+    for key in ("engine_python", "engine_target"):
+        if unknown := vars(cfg)[key].keys() - ENGINES.keys():
+            raise UserError(
+                f"{key} has {', '.join(sorted(unknown))}, expected the name of an engine: "
+                f"{', '.join(ENGINES)}."
+            )
+    for name, path in given_targets(cfg).items():
+        if not path.exists():
+            raise UserError(
+                f"engine_target.{name} is {path}, which does not exist. Name the target in the "
+                f"format of {name}, or leave it empty: the target is then converted."
+            )
     if names == [OURS]:
         return
     for key, off in (
@@ -143,6 +150,12 @@ def find_engines(cfg: EvalConfig) -> None:
             missing.append(str(error))
     if missing:
         raise UserError("\n".join(missing))
+
+
+def given_targets(cfg: EvalConfig) -> dict[str, Path]:
+    """Return the engines of a run that decode another file of the target, and that file."""
+    given = {name: cfg.engine_target.get(name) for name in engine_names(cfg)}
+    return {name: Path(path) for name, path in given.items() if path}
 
 
 def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
@@ -181,6 +194,10 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
         f"drafters in {engine} at temperatures above 0: its rule for sampled drafts is unknown"
         for engine in others
         if max(cfg.temperatures) > 0 and not ENGINES[engine].rule
+    ]
+    not_run += [
+        f"the target itself in {engine}: it decodes {path.name}, another model, whose texts differ"
+        for engine, path in given_targets(cfg).items()
     ]
     folders = {name: loaded.folders[name][0] for name in methods}
     return EnginePlan(arms, folders, not_run)

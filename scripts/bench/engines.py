@@ -51,6 +51,8 @@ class Options(BenchOptions):
     max_length: int = 2048  # the most tokens of a row, if the target's context has as many
     rounds: int = 3  # runs of each generation, at least 3
     busy: bool = False  # measure on a machine that is not idle too
+    # engine -> its own file of the target, such as llama_cpp: SmolLM2.Q4_1.gguf
+    engine_target: dict[str, str] = field(default_factory=dict)
     output_dir: str = "runs/bench/engines"  # folder of the runs
 
 
@@ -90,6 +92,7 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
         f"max_new_tokens={chosen.max_new_tokens}",
         f"repeats={chosen.rounds}",
         f"threads={chosen.threads}",
+        *(f"engine_target.{name}={path}" for name, path in chosen.engine_target.items()),
         f"output_dir={folder}",
     ]
 

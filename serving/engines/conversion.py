@@ -21,6 +21,7 @@ from training.heads.published import LM_HEAD_COPY
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP = ROOT / "build" / "llama_cpp" / "bin"
+OPENVINO_MODEL = "openvino_model.xml"
 TAIL = 15  # lines of an exporter's output in an error
 
 
@@ -61,12 +62,18 @@ def prepare(
 
 
 def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
-    """Return a configuration whose target and drafter are GGUF files in its dtype."""
+    """Return a configuration whose target and drafter are GGUF files in its dtype.
+
+    A target that is a GGUF file stays as it is.
+    """
     return _convert(config, lambda folder: gguf_of(folder, config.dtype, cache))
 
 
 def for_openvino(config: EngineConfig, cache: Path, python: Path) -> EngineConfig:
-    """Return a configuration whose target and drafter are exported to OpenVINO."""
+    """Return a configuration whose target and drafter are exported to OpenVINO.
+
+    A target that was exported before stays as it is.
+    """
     return _convert(config, lambda folder: openvino_of(folder, cache, python))
 
 
@@ -93,7 +100,10 @@ def _convert(config: EngineConfig, convert: Callable[[str], Path]) -> EngineConf
     method = config.method
     if method.drafter:
         method = replace(method, drafter=str(convert(method.drafter)))
-    return replace(config, target=str(convert(config.target)), method=method)
+    target = Path(config.target)
+    if target.suffix != ".gguf" and not (target / OPENVINO_MODEL).is_file():
+        target = convert(config.target)
+    return replace(config, target=str(target), method=method)
 
 
 def gguf_of(folder: str | Path, dtype: str, cache: Path) -> Path:
@@ -147,7 +157,7 @@ def export_openvino(folder: str | Path, path: Path, python: Path) -> None:
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    if done.returncode or not (partial / "openvino_model.xml").is_file():
+    if done.returncode or not (partial / OPENVINO_MODEL).is_file():
         shutil.rmtree(partial, ignore_errors=True)
         lines = (done.stdout + done.stderr).strip().splitlines()[-TAIL:]
         raise UserError(

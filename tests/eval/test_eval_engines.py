@@ -94,6 +94,8 @@ def test_a_depth_tests_what_the_one_before_accepted_if_an_engine_reports_no_test
         ({"engine": []}, r"engine is \[\], expected one of"),
         ({"engine": ["hf", "hf"]}, "a list of different ones"),
         ({"engine_python": {"vlm": "python"}}, "engine_python has vlm, expected the name"),
+        ({"engine_target": {"vlm": "x.gguf"}}, "engine_target has vlm, expected the name"),
+        ({"engine_target": {"hf": "/no/x"}}, "engine_target.hf is /no/x, which does not exist"),
         ({"min_p": 0.1}, "min_p is 0.1, which only our own loop has"),
         ({"max_seconds": 5.0}, "max_seconds is 5.0, which only our own loop has"),
         (
@@ -315,6 +317,22 @@ def test_a_finished_run_shows_its_engines_again_and_an_interrupted_one_continues
     assert len(after) == len(before)
     complete = len(before) - len(before) // 5  # all units but the last
     assert after[:complete] == before[:complete]
+
+
+@pytest.mark.long
+def test_an_engine_can_decode_a_file_of_its_own(engine_home):
+    """Name it beside the figures, whose texts differ from those of the target itself."""
+    given = {"engine_target": {"hf": str(engine_home / "noisy")}}
+    found = {}
+    for name, more in (("own", given), ("control", {})):
+        cfg = engine_config(engine_home, name, prompt_lookup_control=False, **more)
+        run(cfg)
+        rows = read_all_rows(Path(cfg.output_dir) / "results.jsonl")[1]
+        [found[name], _] = [row for row in rows if row.engine == "hf"]
+        page = (Path(cfg.output_dir) / "report.html").read_text()
+        assert ("it decodes noisy, another model" in page) == (name == "own")
+    assert found["control"].lossless == "equal" and found["own"].lossless != "equal"
+    assert found["own"].backend.endswith(", noisy")
 
 
 @pytest.mark.long
