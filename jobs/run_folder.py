@@ -25,7 +25,7 @@ from jobs.config import JobConfig, plain
 from jobs.files import write_text
 from jobs.paths import ROOT, data_folder, model_is_here
 from jobs.run_files import read_object
-from jobs.run_lock import CONFIG, hold
+from jobs.run_lock import CONFIG, MANIFEST, hold
 from jobs.saved_config import add_stamp, read_config, upgrade_config
 
 # keys that may differ when a run resumes, as they change results only by the order of additions
@@ -85,7 +85,7 @@ class RunFolder:
     @property
     def manifest(self) -> dict[str, Any]:
         """Content of manifest.json; empty before the first write. Raises UserError for damage."""
-        path = self.path / "manifest.json"
+        path = self.path / MANIFEST
         return read_manifest(path) if path.is_file() else {}
 
     def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
@@ -140,7 +140,7 @@ class RunFolder:
             "seconds": round(time.time() - self.started, 1),
             "metrics": metrics,
         }
-        write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
+        write_text(self.path / MANIFEST, json.dumps(manifest, indent=1))
 
     def _pin_revisions(self, inputs: list[Path]) -> dict[str, str]:
         """Return the commits of the inputs in the Hub's cache, by the names of their repositories.
@@ -167,7 +167,7 @@ class RunFolder:
 
     def _refuse_other_config(self) -> None:
         path = self.path / CONFIG
-        if not path.is_file() or not (self.path / "manifest.json").is_file():
+        if not path.is_file() or not (self.path / MANIFEST).is_file():
             return  # a start that failed before the manifest does not keep the folder
         before = read_config(
             path,

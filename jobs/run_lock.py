@@ -5,6 +5,9 @@ and stages that it starts hold the file's `flock`. The kernel releases the lock 
 them ends, so the next command can take over a file that SIGKILL left behind. Some network file
 systems have no locks, or none across hosts. There the content of the file decides, and an owner on
 another host is assumed to run.
+
+A command that leaves nothing but its configuration, as one does whose input is refused, deletes it
+when it ends, with the folders that it created.
 """
 
 import errno
@@ -18,8 +21,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from jobs import ranks
 
 LOCK = ".lock"
 CONFIG = "config.yaml"  # marks a run folder
+MANIFEST = "manifest.json"  # ties it to the configuration
 _PARTIAL = ".partial"
 _QUOTED = 200  # characters of a path in a message
 _HELD = "SHALLOW_DRAFT_HELD"  # folders that this process or its parents hold
@@ -37,14 +41,19 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file sys
 class RunLock:
     """Lock that this process holds on a run folder until the object or the process ends."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take the lock. Raises UserError, which names the owner, if another process holds it."""
+    def __init__(self, folder: Path, created: Sequence[Path] = ()) -> None:
+        """Take the lock. Raises UserError, which names the owner, if another process holds it.
+
+        created: the folder and its parents that did not exist, innermost first.
+        """
         path = folder / LOCK
         self.descriptor = _acquire(path)
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, json.dumps(_describe_self(), indent=1).encode(), 0)
         os.environ[_HELD] = os.pathsep.join([*_held_folders(), str(folder)])
-        weakref.finalize(self, _release, path, self.descriptor, os.getpid())
+        remove_partials(folder)
+        found = frozenset(each.name for each in folder.iterdir())
+        weakref.finalize(self, _release, path, self.descriptor, os.getpid(), found, created)
 
 
 _locks: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictionary()
@@ -58,6 +67,7 @@ def hold(folder: Path) -> RunLock | None:
     UserError for a folder that cannot be created, and for one that another command uses, with its
     process, host and start time.
     """
+    created = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -71,12 +81,12 @@ def hold(folder: Path) -> RunLock | None:
         raise UserError(
             f"output_dir={name} cannot be created: {error.strerror}. Set another output_dir="
         ) from error
+    created = [each.resolve() for each in created]
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held_folders():
         return _locks.get(folder)
-    lock = RunLock(folder)
+    lock = RunLock(folder, created)
     _locks[folder] = lock
-    remove_partials(folder)
     return lock
 
 
@@ -112,6 +122,9 @@ def _acquire(path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
+            if error.errno == errno.ENOENT and not path.parent.exists():
+                path.parent.mkdir(parents=True)  # its last owner has just deleted it
+                continue
             raise UserError(
                 f"output_dir={path.parent} cannot be written: {error}. Set another output_dir="
             ) from error
@@ -211,11 +224,24 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
     )
 
 
-def _release(path: Path, descriptor: int, pid: int) -> None:
+def _release(
+    path: Path, descriptor: int, pid: int, found: Collection[str], created: Sequence[Path]
+) -> None:
+    """Release the lock, and delete what its owner leaves if that is at most a configuration.
+
+    found: names in the folder before the owner wrote. created: see `RunLock`.
+    """
     if os.getpid() != pid:  # in a fork of the owner
         return
+    with suppress(FileNotFoundError):  # the folder was moved or deleted
+        left = {each.name for each in path.parent.iterdir()}
+        if left - {LOCK} - found == {CONFIG} and MANIFEST not in left:
+            (path.parent / CONFIG).unlink()
     path.unlink(missing_ok=True)
     os.close(descriptor)
+    with suppress(OSError):  # the first folder that is not empty ends it
+        for folder in created:
+            folder.rmdir()
     os.environ[_HELD] = os.pathsep.join(
         folder for folder in _held_folders() if folder != str(path.parent)
     )

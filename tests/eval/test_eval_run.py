@@ -1,7 +1,9 @@
 """`eval.run` from end to end on a tiny random LLaMA: measurement, files, refusals and resuming."""
 
+import gc
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -409,6 +411,14 @@ def test_recorded_steps_give_the_same_rows(home, finished):
         for found in (rows, plain)
     ]
     assert swept[0] == swept[1] != []
+
+
+def test_a_run_that_is_refused_after_loading_leaves_no_folder(home):
+    cfg = config(home, "nothing_left", sweep_prompts=5)
+    with pytest.raises(UserError, match="prompts are too few"):
+        run(cfg)
+    gc.collect()  # the traceback holds the folder
+    assert not Path(cfg.output_dir).exists()
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):

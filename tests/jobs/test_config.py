@@ -217,8 +217,8 @@ def test_a_saved_configuration_loads_equal(tmp_path: Path):
     config = typed(
         composed("distill.train", "+experiment=quickstart", f"output_dir={tmp_path}"), TrainConfig
     )
-    RunFolder(config)
-    again = OmegaConf.load(tmp_path / "config.yaml")
+    folder = RunFolder(config)
+    again = OmegaConf.load(folder.path / "config.yaml")
     assert isinstance(again, DictConfig)
     assert plain(typed(again, TrainConfig)) == plain(config)
 

@@ -1,5 +1,6 @@
 """The protocol of jobs with an artefact, tested on a job that copies a file."""
 
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_an_invalid_configuration_leaves_no_folder(config: CopyConfig):
     with pytest.raises(UserError, match="text is empty"):
         Copy(config).run()
     assert not Path(config.output_dir).exists()
+
+
+def test_a_refused_input_leaves_no_folder(config: CopyConfig, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise UserError("the text is unfit")
+
+    monkeypatch.setattr(Copy, "prepare", refuse)
+    with pytest.raises(UserError, match="unfit"):
+        Copy(config).run()
+    gc.collect()  # the traceback holds the folder
+    assert not Path(config.output_dir).exists()
+    monkeypatch.undo()
+    assert Copy(config).run().exists()  # control
 
 
 def test_the_starting_process_launches_ranks_on_the_saved_configuration(

@@ -17,7 +17,7 @@ from decoding.errors import UserError
 from jobs import run_lock
 from jobs.config import JobConfig
 from jobs.run_folder import RunFolder
-from jobs.run_lock import LOCK, hold, lock_folder
+from jobs.run_lock import CONFIG, LOCK, hold, lock_folder
 
 
 def run_in_fork(action: Callable[[], object]) -> int:
@@ -244,3 +244,61 @@ def test_a_name_that_is_too_long_is_refused(tmp_path: Path):
     ) as error:
         hold(tmp_path / ("n" * 300))
     assert len(str(error.value)) < 400
+
+
+# ------------------------------------------------------------------ a command that leaves nothing
+def configured(folder: Path) -> JobConfig:
+    return JobConfig(job="a.b", output_dir=str(folder))
+
+
+def test_a_folder_with_nothing_but_its_configuration_is_deleted(tmp_path: Path):
+    inner = tmp_path / "sweep" / "member"
+    folder = RunFolder(configured(inner))
+    assert sorted(os.listdir(inner)) == [LOCK, CONFIG]
+    del folder
+    assert os.listdir(tmp_path) == [], "parents that it created are deleted too"
+    (tmp_path / "sweep").mkdir()
+    folder = RunFolder(configured(inner))
+    (tmp_path / "sweep" / "other").mkdir()
+    del folder
+    assert os.listdir(tmp_path / "sweep") == ["other"]
+
+
+def test_files_from_before_and_finished_work_are_kept(tmp_path: Path):
+    (tmp_path / "notes").write_text("")
+    folder = RunFolder(configured(tmp_path))
+    del folder
+    assert os.listdir(tmp_path) == ["notes"]
+    for name in ("answers.jsonl", "manifest.json"):  # controls: work, and a run that resumes
+        run = tmp_path / name.split(".")[0]
+        folder = RunFolder(configured(run))
+        (run / name).write_text(json.dumps({"job": "a.b"}))
+        del folder
+        kept = sorted([CONFIG, name])
+        assert sorted(os.listdir(run)) == kept
+        folder = RunFolder(configured(run))  # is refused the second time
+        del folder
+        assert sorted(os.listdir(run)) == kept
+
+
+def test_a_refused_second_command_deletes_nothing(tmp_path: Path):
+    run = tmp_path / "run"
+    with hold_in_another_process(run):
+        with pytest.raises(UserError, match="in use"):
+            RunFolder(configured(run))
+        assert os.listdir(run) == [LOCK]
+    folder = RunFolder(configured(run))  # takes over the lock that SIGKILL left, and deletes it
+    del folder
+    assert os.listdir(run) == []
+
+
+def test_a_stage_leaves_the_folder_of_its_experiment_to_it(tmp_path: Path):
+    experiment = tmp_path / "experiment"
+    with lock_folder(experiment):
+        pid = run_in_fork(lambda: RunFolder(configured(experiment / "stage")))
+        kill(pid)  # the stage deletes nothing
+    assert os.listdir(experiment) == ["stage"]
+    with lock_folder(experiment):
+        stage = RunFolder(configured(experiment / "stage"))
+        del stage
+        assert experiment.is_dir()
