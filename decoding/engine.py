@@ -7,13 +7,10 @@ For example:
     print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from threading import Timer
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -21,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.costs.measure import measure_costs, widths_to_time
 from decoding.drafters.build import choose_drafter, make_drafter
-from decoding.errors import UserError
+from decoding.errors import UserError, note_if_slow
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
@@ -39,7 +36,6 @@ from decoding.values import check_value, quote
 
 COST_SECONDS = 3.0  # after which no further window of costs is measured
 COST_WINDOWS, COST_TOKENS = 5, 12
-NOTE_SECONDS = 1.0  # after which a note says what takes so long
 
 
 @dataclass(frozen=True)
@@ -213,7 +209,7 @@ def with_costs(
             note = (
                 f"measuring what a round with {drafter.name} costs here, for this and later calls"
             )
-            with _note_if_slow(note):
+            with note_if_slow(note):
                 engine.costs[key] = measure_costs(
                     engine.target,
                     drafter,
@@ -230,19 +226,6 @@ def with_costs(
                     least_windows=1,
                 )
     return replace(settings, costs=engine.costs[key])
-
-
-@contextmanager
-def _note_if_slow(note: str) -> Iterator[None]:
-    """Print a note on stderr if the block takes longer than NOTE_SECONDS."""
-    told = {"file": sys.stderr, "flush": True}
-    timer = Timer(NOTE_SECONDS, print, (f"note: {note}",), told)
-    timer.daemon = True  # an interrupted process does not wait for it
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:

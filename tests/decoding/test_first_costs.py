@@ -44,7 +44,7 @@ def test_a_note_says_what_takes_long(
     is_slow: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check for one note on the first call; controls: measuring is brief, and a later call."""
-    monkeypatch.setattr("decoding.engine.NOTE_SECONDS", 0.0 if is_slow else 1e6)
+    monkeypatch.setattr("decoding.errors.NOTE_SECONDS", 0.0 if is_slow else 1e6)
     engine = new_engine()
     for has_note in (is_slow, False):
         generate(engine, [4, 5, 6], max_new_tokens=2)

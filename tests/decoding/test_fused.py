@@ -272,6 +272,24 @@ def test_a_second_start_builds_nothing(copying: Path, fresh: Path) -> None:
     assert [file.suffix for file in fresh.iterdir()] == [".so"]
 
 
+@pytest.mark.parametrize("is_slow", [True, False], ids=["slow", "control"])
+def test_a_note_says_that_a_slow_build_happens_once(
+    is_slow: bool,
+    copying: Path,
+    fresh: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decoding.errors.NOTE_SECONDS", 0.0 if is_slow else 1e6)
+    for has_note in (is_slow, False):  # the second start finds it in the cache
+        library.load_library.cache_clear()
+        library.load_library()
+        printed = capsys.readouterr().err
+        assert len(printed.splitlines()) == has_note
+        assert printed.startswith("note: building the compiled step" if has_note else "")
+        assert printed.count("once on this machine") == has_note
+
+
 def test_another_processors_library_is_built_anew(
     copying: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,12 +359,14 @@ def test_a_library_that_a_compiler_built_before_is_used_without_one(
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_and_named(
-    copying: Path, fresh: Path, capsys: pytest.CaptureFixture[str]
+    copying: Path, fresh: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("decoding.errors.NOTE_SECONDS", 0.0)
     fresh.write_text("a file in the folder's place")
     library.load_library()
     assert calls(copying) == 1 and fresh.is_file()
-    assert f"cannot be kept in {fresh} " in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"cannot be kept in {fresh} " in printed and "once" not in printed
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install(

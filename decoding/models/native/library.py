@@ -12,16 +12,17 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
-from decoding.errors import UserError
+from decoding.errors import UserError, note_if_slow, print_note
 from decoding.models.native.linear import cpu_flags
 
 SOURCES = Path(__file__).with_name("step")  # whose step.cpp includes the headers
 FLAGS = "-std=c++20 -O2 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread"
+BUILDING = "building the compiled step, in some 20 seconds, once on this machine"
 COMPILE_SECONDS = 300  # after which a compiler is taken for stuck
 
 
@@ -198,20 +199,22 @@ def _load_cached() -> ctypes.CDLL | None:
 
 def _build_into(cached: Path) -> ctypes.CDLL:
     """Return the library, which is built and then kept in this folder."""
+    while_building: AbstractContextManager[None] = note_if_slow(BUILDING)
     try:
         cached.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=".building-", dir=cached)
     except OSError as error:
-        print(
-            f"note: the compiled step cannot be kept in {cached} ({error}), so every start builds "
-            f"it again, in some 20 seconds. Set SHALLOW_DRAFT_CACHE to a writable folder",
-            file=sys.stderr,
+        print_note(
+            f"the compiled step cannot be kept in {cached} ({error}), so every start builds it "
+            f"again, in some 20 seconds. Set SHALLOW_DRAFT_CACHE to a writable folder"
         )
+        while_building = nullcontext()
         folder = tempfile.mkdtemp(prefix="shallow-draft-")
         cached = Path(folder)
     built = Path(folder) / "step.so"
     try:
-        _build(built)
+        with while_building:
+            _build(built)
         path = cached / f"{_name()}-{_hash_of(built)}.so"
         built.replace(path)  # at once, as other processes may build it too
         return ctypes.CDLL(str(path))

@@ -8,7 +8,6 @@ memory and in all exports.
 import hashlib
 import os
 import shutil
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from decoding.errors import UserError
+from decoding.errors import UserError, print_note
 from decoding.models.folder import read_config, read_json, untrusted_code_error
 from decoding.models.model_check import check_config
 from decoding.models.text.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
@@ -112,7 +111,7 @@ def _repair_of(
         note = f"its ids were not compared with {MODEL}: install sentencepiece for that"
     _repairs[digest] = repair
     if note and os.environ.get("RANK", "0") == "0":
-        print(f"note: {folder}: {note}", file=sys.stderr)
+        print_note(f"{folder}: {note}")
     return repair, tokenizer
 
 
