@@ -15,6 +15,15 @@ class UserError(ValueError):
     """
 
 
+def without_stop(words: object) -> str:
+    """Return an exception's words, or others, without the full stop at their end.
+
+    So they can stand inside a sentence. An ellipsis is kept.
+    """
+    text = str(words).rstrip()
+    return text if text.endswith("..") else text.removesuffix(".")
+
+
 def print_note(note: str) -> None:
     """Print a note on stderr."""
     print(f"note: {note}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 
 
 def save_tensors(
@@ -73,6 +73,6 @@ def disk_error(path: Path, error: Exception) -> UserError:
     parent = next(folder for folder in path.parents if folder.exists())
     free_mb = shutil.disk_usage(parent).free / 1e6
     return UserError(
-        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there. Free some space and "
-        f"run again; the last complete checkpoint is kept"
+        f"could not write {path}: {without_stop(error)}. {free_mb:,.0f} MB are free there. Free "
+        f"some space and run again; the last complete checkpoint is kept"
     )

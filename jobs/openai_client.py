@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from jobs.run_files import WRONG, reason_of
 
 Read = TypeVar("Read")
@@ -167,7 +167,7 @@ class OpenAIClient:
         )
 
     def _error(self, what: str, remedy: str) -> UserError:
-        return UserError(f"{self.url}{what}. {remedy}{self.advice}")
+        return UserError(f"{self.url}{without_stop(what)}. {remedy}{self.advice}")
 
 
 def _read_models(content: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 
 Made = TypeVar("Made")
 _QUOTED = 40  # bytes of a damaged file in a message
@@ -62,7 +62,8 @@ def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = N
 
     error: the exception of the reader. content: the bytes of the file; None if it was not read.
     """
-    return UserError(f"{path} is damaged: {reason_of(error, content)[:200]}. {remedy}")
+    reason = without_stop(reason_of(error, content)[:200])
+    return UserError(f"{path} is damaged: {reason}. {remedy}")
 
 
 def reason_of(error: Exception, content: bytes | None) -> str:

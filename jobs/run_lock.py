@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from jobs import ranks
 
 LOCK = ".lock"
@@ -126,7 +126,8 @@ def _acquire(path: Path) -> int:
                 path.parent.mkdir(parents=True)  # its last owner has just deleted it
                 continue
             raise UserError(
-                f"output_dir={path.parent} cannot be written: {error}. Set another output_dir="
+                f"output_dir={path.parent} cannot be written: {without_stop(error)}. Set "
+                f"another output_dir="
             ) from error
         try:
             free = _flock(descriptor)

@@ -12,7 +12,7 @@ from decoding.drafters.build import options_of
 from decoding.drafters.registry import check_fits, head_of, imported
 from decoding.drafters.trees.sampled_children import KINDS
 from decoding.engine import Engine, stop_tokens, text_of, with_costs
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.interfaces import Drafter
 from decoding.loop import decode
 from decoding.models.folder import CARD, read_config, read_json
@@ -230,7 +230,9 @@ def _check_writable(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     except OSError as error:
-        raise UserError(f"output={file} cannot be written: {error}. Use another file.") from error
+        raise UserError(
+            f"output={file} cannot be written: {without_stop(error)}. Use another file."
+        ) from error
 
 
 def choose_template(

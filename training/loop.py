@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding import devices
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from jobs.interrupts import Interrupted, deferred_signals
 from jobs.progress import ProgressBar
 from training import checkpoint
@@ -304,8 +304,8 @@ def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Par
         best = checkpoint.load(root / checkpoint.name_of(progress.best_step))
     except UserError as error:
         raise UserError(
-            f"cannot export the best weights of the run: {error}. To train again, delete all of "
-            f"{root}"
+            f"cannot export the best weights of the run: {without_stop(error)}. To train again, "
+            f"delete all of {root}"
         ) from error
     checkpoint.load_weights(trained, best)
 

@@ -23,7 +23,7 @@ from decoding.drafters.registry import (
 )
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import ChainWithLookup
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.interfaces import Drafter
 from decoding.models.folder import exists, read_config
 from decoding.models.hub import find_folder, parse_hub_name
@@ -160,7 +160,7 @@ def find_drafter_folder(where: str, use: str | Path, names: list[str]) -> str | 
     try:
         return _local(use)
     except UserError as error:
-        raise UserError(f"{unknown} {error}.") from error
+        raise UserError(f"{unknown} {without_stop(error)}.") from error
 
 
 def _local(folder: str | Path) -> str | Path:
@@ -193,6 +193,6 @@ def make_drafter(
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{kind.__name__} rejects the options {dict(options)}: {error}. Correct or remove the "
-            f"option."
+            f"{kind.__name__} rejects the options {dict(options)}: {without_stop(error)}. "
+            f"Correct or remove the option."
         ) from error

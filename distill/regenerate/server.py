@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.values import is_int
 from distill.config import RegenerateConfig
 from distill.regenerate.batches import next_request
@@ -183,6 +183,7 @@ class ServerAnswers:
         remedy: what to do if the server took the request. Raises UserError if all requests end so.
         """
         self._refused += 1
+        words = without_stop(words)
         remedy = remedy or self._remedy
         if self._refused == 1:
             print(

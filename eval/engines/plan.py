@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.models.draft_vocabulary import draft_vocab_size
 from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
@@ -171,7 +171,7 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
     if named and not methods and OURS not in engine_names(cfg):
         raise UserError(
             f"engine is {cfg.engine}, which measures none of the drafters. Add ours to it, or "
-            f"remove them: {'; '.join(not_run)}"
+            f"remove them: {'; '.join(map(without_stop, not_run))}"
         )
     any_length, arms = cfg.num_draft_tokens or [DRAFT_LENGTH], list[EngineArm]()
     for engine in engine_names(cfg):

@@ -15,7 +15,7 @@ from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.draft_vocabulary import draft_vocab_size
@@ -240,9 +240,9 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
         return found  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be imported: {error}. Expected the package.module.function "
-            f"that takes the tokenizer and returns a function from the ids of a text to the ids "
-            f"that may follow."
+            f"allowed={name} cannot be imported: {without_stop(error)}. Expected the "
+            f"package.module.function that takes the tokenizer and returns a function from the ids "
+            f"of a text to the ids that may follow."
         ) from error
 
 

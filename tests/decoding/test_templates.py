@@ -255,13 +255,12 @@ def test_one_of_several_templates_is_the_default(read: Callable[..., object]) ->
 
 def test_a_templates_rejection_is_reported() -> None:
     tokenizer = load_tokenizer(ASSETS)
-    tokenizer.chat_template = "{{ raise_exception('no chats today') }}"
+    tokenizer.chat_template = "{{ raise_exception('no chats today.') }}"
     with pytest.raises(TemplateError, match="no chats today"):
         render(tokenizer, CHAT)
     engine = Engine(native_of(hf_model(dtype=torch.float32), name="tiny"), None, tokenizer, ())
-    with pytest.raises(
-        UserError, match="the chat template of 'tiny' rejects the messages: no chats today"
-    ):
+    words = "the chat template of 'tiny' rejects the messages: no chats today[.] Correct the"
+    with pytest.raises(UserError, match=words):
         encode(engine, CHAT)
     tokenizer.chat_template = "{% for %}"
     with pytest.raises(UserError, match="of 'tiny' is not valid Jinja: .* Correct the template"):

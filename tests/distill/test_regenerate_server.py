@@ -186,9 +186,8 @@ def test_a_server_that_fails_for_good_ends_the_run_which_resumes(
     with serve(home / "target", lambda number: fault if number >= 9 else "") as served:
         with pytest.raises(UserError, match=words) as error:
             ask(home, served, tmp_path, "server_requests=3")
-        assert "Check that the server runs, and its own log. The answers so far are kept in" in str(
-            error.value
-        )
+        remedy = "Check that the server runs, and its own log. The answers so far are kept in"
+        assert f". {remedy}" in str(error.value) and f".. {remedy}" not in str(error.value)
     kept = {answer["chat"] for answer in read_journal(journal(tmp_path))}
     assert kept and not (tmp_path / "chats.json").exists()
     with serve(home / "target") as served:  # at another address

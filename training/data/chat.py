@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.models.text.templates import default_template
 from decoding.values import check_choice
 from training.data.answer_spans import (
@@ -265,9 +265,9 @@ def _choose_family(source: str, reason: str) -> str:
     family = find_family(source)
     if family is None:
         raise UserError(
-            f"cannot locate the tokens of the answer: {reason}. Add {{% generation %}} marks to "
-            f"the tokenizer's chat template, or choose one of ours (data.template=...): "
-            f"{', '.join(TEMPLATES)}"
+            f"cannot locate the tokens of the answer: {without_stop(reason)}. Add "
+            f"{{% generation %}} marks to the tokenizer's chat template, or choose one of ours "
+            f"(data.template=...): {', '.join(TEMPLATES)}"
         )
     _note_once(
         f"answers cannot be located with the tokenizer's chat template ({reason}); chats are "

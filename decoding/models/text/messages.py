@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.models.text.templates import render
 from decoding.values import lone_surrogate, quote
 
@@ -52,11 +52,13 @@ def prompt_ids(
         rendered = render(tokenizer, messages, add_generation_prompt=True)
     except TemplateSyntaxError as error:
         raise UserError(
-            f"the chat template of '{name}' is not valid Jinja: {error}. Correct the template."
+            f"the chat template of '{name}' is not valid Jinja: {without_stop(error)}. Correct the "
+            f"template."
         ) from error
     except TemplateError as error:
         raise UserError(
-            f"the chat template of '{name}' rejects the messages: {error}. Correct the messages."
+            f"the chat template of '{name}' rejects the messages: {without_stop(error)}. Correct "
+            f"the messages."
         ) from error
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 

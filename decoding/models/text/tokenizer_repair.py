@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tokenizers import Tokenizer, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerBase
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 
 if TYPE_CHECKING:
     from decoding.models.text.sentence_pieces import SentencePieces
@@ -201,8 +201,8 @@ def _twin(
         twin = fast_twin(reference)
     except ValueError as error:
         raise UserError(
-            f"{folder}: {wrong} according to {MODEL}, and it cannot be repaired: {error}. Copy the "
-            f"tokenizer files of the model again."
+            f"{folder}: {wrong} according to {MODEL}, and it cannot be repaired: "
+            f"{without_stop(error)}. Copy the tokenizer files of the model again."
         ) from error
     left = differences(
         lambda text: twin.encode(text, add_special_tokens=False).ids, reference.encode, texts
