@@ -48,7 +48,7 @@ class Stage:
 
     name: str
     job: str
-    schema: type[JobConfig]
+    schema: type[JobConfig]  # of the last member; a sweep over kinds of heads has several
     members: list[DictConfig]
 
 
@@ -111,32 +111,49 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     job, _, label = name.partition(":")
     try:
         given = _parse_overrides(name, config, composed)
-        chosen = {one.key: one.values[0][0] for one in given if one.chooses_file}
-        is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
-        texts = list(chosen.values())
-        schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
-        base = compose_job(job, schema, texts)
-        OmegaConf.set_struct(base, False)
-        written = {key: OmegaConf.select(base, key) for key in _keys_written_by(chosen)}
-        # A stage of the called job keeps unresolved values (`${...}`) as they are written.
-        resolved = has_own_experiment or not is_called_job
-        found: Any = OmegaConf.to_container(composed, resolve=resolved)
-        for key in inherited_keys(type(config), schema, is_called_job, has_own_experiment):
-            group, *inner = key.split(".")
-            if group not in chosen:
-                value = functools.reduce(dict.__getitem__, inner, found[group])
-                OmegaConf.update(base, key, value, merge=False)
-        for key, value in written.items():
-            OmegaConf.update(base, key, value, merge=False)
-        base.stages, base.stage_overrides = [], {}
-        base.output_dir = os.path.join(config.output_dir, label or name)
+        files = [one for one in given if one.chooses_file]
+        others = [one for one in given if not one.chooses_file]
         sweeps = SWEEP in config.stage_overrides.get(name, [])
-        members = list(_sweep_members(base, [one for one in given if not one.chooses_file], sweeps))
-        for member in members:
-            typed(member, schema)
+        schema, members = type(config), []
+        for texts in itertools.product(*([text for text, _ in one.values] for one in files)):
+            chosen = dict(zip((one.key for one in files), texts, strict=True))
+            base, schema = _compose_base(job, config, composed, chosen)
+            base.output_dir = os.path.join(config.output_dir, label or name)
+            varying = [text for one, text in zip(files, texts, strict=True) if len(one.values) > 1]
+            found = [*_sweep_members(base, others, sweeps, varying)]
+            for member in found:
+                typed(member, schema)
+            members += found
     except UserError as error:
         raise UserError(f"stage {name}: {error}") from error
     return Stage(name, job, schema, members)
+
+
+def _compose_base(
+    job: str, config: JobConfig, composed: DictConfig, chosen: Mapping[str, str]
+) -> tuple[DictConfig, type[JobConfig]]:
+    """Compose a stage without its other overrides, and return its configuration class too.
+
+    chosen: group -> override that chooses its file of conf/.
+    """
+    texts = list(chosen.values())
+    is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
+    schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
+    base = compose_job(job, schema, texts)
+    OmegaConf.set_struct(base, False)
+    written = {key: OmegaConf.select(base, key) for key in _keys_written_by(chosen)}
+    # A stage of the called job keeps unresolved values (`${...}`) as they are written.
+    resolved = has_own_experiment or not is_called_job
+    found: Any = OmegaConf.to_container(composed, resolve=resolved)
+    for key in inherited_keys(type(config), schema, is_called_job, has_own_experiment):
+        group, *inner = key.split(".")
+        if group not in chosen:
+            value = functools.reduce(dict.__getitem__, inner, found[group])
+            OmegaConf.update(base, key, value, merge=False)
+    for key, value in written.items():
+        OmegaConf.update(base, key, value, merge=False)
+    base.stages, base.stage_overrides = [], {}
+    return base, schema
 
 
 def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list[StageOverride]:
@@ -195,15 +212,18 @@ def _insert_folder(value: Any, folder: str) -> Any:
 
 
 def _sweep_members(
-    base: DictConfig, given: Sequence[StageOverride], sweeps: bool
+    base: DictConfig, given: Sequence[StageOverride], sweeps: bool, varying: Sequence[str]
 ) -> Iterator[DictConfig]:
-    """Yield one configuration for each combination of the overrides' values."""
+    """Yield one configuration for each combination of the overrides' values.
+
+    varying: overrides of files that differ between members, whose folders are named after them too.
+    """
     for values in itertools.product(*(one.values for one in given)):
         member = base.copy()
         for one, (_, value) in zip(given, values, strict=True):
             OmegaConf.update(member, one.key, value, merge=not one.replaces)
         texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
-        yield name_sweep_member(member, texts) if sweeps else member
+        yield name_sweep_member(member, [*varying, *texts]) if sweeps else member
 
 
 def name_sweep_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
