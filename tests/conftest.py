@@ -82,6 +82,16 @@ def vllm_python() -> Path:
     return PYTHON
 
 
+@pytest.fixture(scope="session")
+def speculators_python() -> Path:
+    """Return the interpreter of the environment that has speculators."""
+    default = ROOT / ".venv-speculators/bin/python"
+    python = Path(os.environ.get("SHALLOW_DRAFT_SPECULATORS_PYTHON", default))
+    if not python.is_file():
+        _lacking("needs speculators: ./scripts/engines/speculators.sh")
+    return python
+
+
 @pytest.fixture
 def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace `wandb.init`, and return the list of the runs that it starts.
