@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from decoding.models import prefill as module
+from decoding.models.native import fused
+from decoding.models.native.linear import multiplies_bfloat16
 from decoding.models.native.model import NativeTarget
 from decoding.models.prefill import prefill, reads_ragged
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
@@ -25,7 +27,7 @@ def read(
     target: NativeTarget, rows: list[list[int]], taps: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden states after reading the prompts in two parts, and the next logits."""
-    target.open(len(rows), 256)
+    target.open(len(rows), 512)
     prefill(target, [row[: len(row) // 2] for row in rows])
     hidden_BNC = prefill(target, [row[len(row) // 2 :] for row in rows], True, taps)
     assert hidden_BNC is not None and target.lengths_B == [len(row) for row in rows]
@@ -69,6 +71,30 @@ def test_a_ragged_row_equals_a_batch_of_one(execution: str) -> None:
             with torch.inference_mode():
                 alone = target.forward(torch.full((1, 1), 7))[0][0]
             torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
+
+
+def bits_beside_others(target: NativeTarget) -> bool:
+    """Return whether prompts have the same states, to the bit, alone as in a batch."""
+    rows = prompts((70, 3, 300, 129, 1))
+    hidden_BNC, logits = read(target, rows)
+    equal = True
+    for row, states_NC, logits_1V in zip(rows, hidden_BNC, logits, strict=True):
+        alone_1NC, alone_11V = read(target, [row])
+        equal &= torch.equal(alone_1NC[0], states_NC[: alone_1NC.shape[1]])
+        equal &= torch.equal(alone_11V[0], logits_1V)
+    return equal
+
+
+def test_a_fused_prompts_bits_do_not_depend_on_the_rows_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = hf_model("llama", layers=2)
+    monkeypatch.setattr(fused, "WIDEST", 1000)
+    assert bits_beside_others(native_of(made, execution="fused", dtype=torch.float64))
+    bfloat16 = native_of(made, execution="fused", dtype=torch.bfloat16)
+    if fused.load_library().multiplies_in_tiles() or not multiplies_bfloat16():
+        assert bits_beside_others(bfloat16)
+    assert not bits_beside_others(native_of(made, execution="eager", dtype=torch.bfloat16))
 
 
 def test_prompts_of_one_length_and_short_ones_are_padded() -> None:

@@ -10,7 +10,7 @@ of the cache, L layers, I inputs, O outputs.
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,12 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # ties are common, and drafted text would differ from plain text in large batches.
 WIDEST = 128
 # The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's
-# wide products are faster. In tile registers the limit is WIDEST.
+# wide products are faster.
 WIDEST_PROMPT = 32
-SLICE = 1024  # tokens of a call for wider chains, which bounds its buffers
+# In tile registers it is not the tokens of all rows that count but a row's new tokens times its
+# slots, as PyTorch's attention, which is blocked, is faster over many.
+MOST_PAIRS = 256 * 256
+SLICE = 1024  # tokens of a call for wider chains and prompts, which bounds its buffers
 
 
 def refuse(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -114,18 +117,22 @@ class FusedForward:
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
         self._widest = sys.maxsize if weights.dtype == torch.bfloat16 else WIDEST
+        self._in_tiles = False
         self._widest_prompt = self._widest
         if weights.dtype == torch.bfloat16 and multiplies_bfloat16():
-            in_tiles = self.library.multiplies_in_tiles()
-            self._widest_prompt = WIDEST if in_tiles else WIDEST_PROMPT
+            self._in_tiles = bool(self.library.multiplies_in_tiles())
+            self._widest_prompt = WIDEST_PROMPT
 
     def takes(self, rows: int) -> bool:
         """Return whether forwards over this many new tokens, in all rows, run fused."""
         return rows <= self._widest
 
-    def takes_prompt(self, rows: int) -> bool:
-        """Return whether this many tokens of prompts are read fused."""
-        return rows <= self._widest_prompt
+    def takes_prompt(self, count: int, end: int, total: int) -> bool:
+        """Return whether `count` tokens of a row's prompt, up to slot `end`, are read fused.
+
+        total: tokens of all rows, which do not matter in tile registers.
+        """
+        return count * end <= MOST_PAIRS if self._in_tiles else total <= self._widest_prompt
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
         """Use this cache and these rope tables (S, D)."""
@@ -143,11 +150,13 @@ class FusedForward:
         lengths_B: Sequence[int],
         taps: tuple[int, ...],
         has_logits: bool = True,
+        places_B: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and hidden states of new tokens after `lengths_B` committed ones.
 
-        Hidden states are after the final norm, or at the taps. The logits of bfloat16 weights are
-        in float32. Without `has_logits` they are not computed, and the first tensor is empty.
+        places_B: rows of the cache, one of which may occur again with a later slot; None: all.
+        Hidden states are after the final norm, or at the taps. The logits of bfloat16 weights are in
+        float32. Without `has_logits` they are not computed, and the first tensor is empty.
         Raises IndexError for a token outside the vocabulary.
         """
         B, N = tokens_BN.shape
@@ -168,10 +177,29 @@ class FusedForward:
         forward = Forward(
             B, N, len(wanted), torch.get_num_threads(), address(tokens_BN), address(parents_BN),
             (ctypes.c_int64 * B)(*lengths_B), self.columns(wanted),
-            address(hidden), address(logits) if has_logits else None,
+            address(hidden), address(logits) if has_logits else None, None,
+            None if places_B is None else (ctypes.c_int32 * B)(*places_B),
         )  # fmt: skip
         self.check(self.library.forward_step(self.model, forward), N)
         return weights.spread(logits) if has_logits else logits, hidden
+
+    def read(
+        self, tokens_of: Mapping[int, Sequence[int]], lengths_B: Sequence[int], taps: tuple[int, ...]
+    ) -> dict[int, Tensor]:
+        """Return the hidden states (N, C) of new tokens of some rows, in which N may differ."""
+        new = [
+            (token, row, slot)
+            for row, tokens in tokens_of.items()
+            for slot, token in enumerate(tokens, lengths_B[row])
+        ]
+        states = []
+        for start in range(0, len(new), SLICE):
+            tokens, rows, slots = zip(*new[start : start + SLICE], strict=True)
+            states.append(self(torch.tensor(tokens)[:, None], None, slots, taps, False, rows)[1])
+        if not new:
+            return {}
+        parts = torch.cat(states).squeeze(1).split([len(tokens) for tokens in tokens_of.values()])
+        return dict(zip(tokens_of, parts, strict=True))
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""

@@ -63,6 +63,7 @@ class Forward(ctypes.Structure):
         ("lengths", ctypes.POINTER(ctypes.c_int64)),
         ("columns", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_void_p) for name in ("hidden", "logits", "nodes")),
+        ("places", ctypes.POINTER(ctypes.c_int32)),
     ]
 
 

@@ -10,8 +10,7 @@ H, D head size, F feed-forward size, T cache slots, L layers.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,24 +185,6 @@ class NativeTarget(CachedTarget):
         assert self._rope is not None, "open() comes before forward()"
         return CacheViews(self._keys, self._values, *self._rope)
 
-    @contextmanager
-    def _only_row(self, row: int) -> Iterator[None]:
-        """Return a context in which this target has one row, the given one of its batch."""
-        assert self._cache_L2BHTD is not None
-        cache, lengths_B = self._cache_L2BHTD, self.slots.lengths_B
-        self._cache_L2BHTD, self.slots.lengths_B = cache[:, :, row : row + 1], [lengths_B[row]]
-        if self._fused is not None:
-            self._bind()
-        self._view_rows(1)
-        try:
-            yield
-        finally:
-            lengths_B[row] = self.slots.lengths_B[0]
-            self._cache_L2BHTD, self.slots.lengths_B = cache, lengths_B
-            if self._fused is not None:
-                self._bind()
-            self._view_rows(len(lengths_B))
-
     def forward(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
@@ -253,9 +234,9 @@ class NativeTarget(CachedTarget):
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, never recorded."""
-        if self._fused is not None and self._fused.takes_prompt(tokens_BN.numel()):
+        N, end = tokens_BN.shape[1], self.slots.end_of(tokens_BN.shape[1])
+        if self._fused is not None and self._fused.takes_prompt(N, end, tokens_BN.numel()):
             check_taps(self, taps)
-            self.slots.end_of(tokens_BN.shape[1])
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
         return self._states(tokens_BN, parents_BN, taps)[1]
 
@@ -267,20 +248,32 @@ class NativeTarget(CachedTarget):
         tokens_of: row -> its new tokens, at least one. Otherwise like `features`.
         """
         check_taps(self, taps)
-        if len(tokens_of) == 1:  # the fused step may be faster
-            [(row, tokens)] = tokens_of.items()
-            with self._only_row(row):
-                return [self.features(torch.tensor([tokens], device=self.device), None, taps)[0]]
         lengths_B = self.slots.lengths_B
         spans = [Span(row, lengths_B[row], len(tokens)) for row, tokens in tokens_of.items()]
         self.slots.check_end(max(span.end for span in spans))
+        states_of: dict[int, Tensor] = {}
+        if self._fused is not None:
+            step, total = self._fused, sum(span.count for span in spans)
+            spans = [span for span in spans if not step.takes_prompt(span.count, span.end, total)]
+            eager = {span.row for span in spans}
+            fused = {row: tokens for row, tokens in tokens_of.items() if row not in eager}
+            states_of = step.read(fused, lengths_B, taps)
+        if spans:
+            states_of |= self._read_spans(spans, tokens_of, taps)
+        return [states_of[row] for row in tokens_of]
+
+    def _read_spans(
+        self, spans: Sequence[Span], tokens_of: Mapping[int, Sequence[int]], taps: tuple[int, ...]
+    ) -> dict[int, Tensor]:
+        """Return what `features_of_rows` does, by row, from an eager forward over these spans."""
         attention = ragged_attention(self.config, spans, self._views)
-        ids = [token for tokens in tokens_of.values() for token in tokens]
+        ids = [token for span in spans for token in tokens_of[span.row]]
         states: dict[int, Tensor] = {}
         x_1TC = self.embed(torch.tensor([ids], device=self.device))
         x_1TC = self._run_layers(x_1TC, attention, taps, states)
-        hidden_1TC = self._after_layers(x_1TC, taps, states)[1]
-        return list(hidden_1TC[0].split([span.count for span in spans]))
+        hidden_TC = self._after_layers(x_1TC, taps, states)[1][0]
+        parts = hidden_TC.split([span.count for span in spans])
+        return {span.row: part_NC for span, part_NC in zip(spans, parts, strict=True)}
 
     def _states(
         self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]

@@ -106,8 +106,7 @@ class Step {
   void add_product(const void* weight, const void* bias, int64_t K, const Input<T>* inputs, Pieces& pieces) {
     product(static_cast<const T*>(weight), static_cast<const T*>(bias), m_.C, K, inputs, M_, pieces,
             [&](int row, int64_t output, int count, const A* values) {
-              A* x = x_ + row * int64_t(m_.C) + output;
-              for (int i = 0; i < count; ++i) x[i] += values[i];
+              add(x_ + row * int64_t(m_.C) + output, values, count);
             });
   }
 
@@ -117,7 +116,7 @@ class Step {
     product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
             normed, M_, pieces[0],
             [&](int row, int64_t output, int count, const A* values) {
-              std::copy(values, values + count, qkv_ + row * int64_t(heads) * D + output);
+              store(qkv_ + row * int64_t(heads) * D + output, values, count);
             });
     team_.barrier();
     for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
@@ -142,19 +141,16 @@ class Step {
       const int64_t position = f_.lengths[b] + depth(b, n);
       const A* cosines = static_cast<const A*>(m_.cosines) + position * D;
       const A* sines = static_cast<const A*>(m_.sines) + position * D;
-      for (int d = 0; d < D / 2; ++d) {
-        const A low = x[d], high = x[d + D / 2];
-        x[d] = low * cosines[d] + high * sines[d];
-        x[d + D / 2] = high * cosines[d + D / 2] + low * sines[d + D / 2];
-      }
+      rotate(x, cosines, sines, D);
     }
     if (head < m_.Q) return;
     const bool is_key = head < m_.Q + m_.H;
     T* cache = static_cast<T*>(is_key ? layer.keys : layer.values);
     const int h = head - m_.Q - (is_key ? 0 : m_.H);
-    T* slot = cache + ((int64_t(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D;
-    for (int d = 0; d < D; ++d) store(slot + d, x[d]);
+    store(cache + ((place(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D, x, D);
   }
+
+  int64_t place(int b) const { return f_.places == nullptr ? b : f_.places[b]; }
 
   int depth(int b, int n) const {
     if (f_.parents == nullptr) return n;
@@ -167,7 +163,7 @@ class Step {
   template <int heads>
   void attend(const Layer& layer, int row, int first, A* memory) {
     const int D = m_.D, b = row / f_.N, n = row % f_.N, h = first / (m_.Q / m_.H);
-    const int64_t start = (int64_t(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
+    const int64_t start = (place(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
     const T* keys = static_cast<const T*>(layer.keys) + start;
     const T* values = static_cast<const T*>(layer.values) + start;
     A *scores = memory, *out = memory + heads * scores_;

@@ -98,4 +98,22 @@ inline void rms_norm(const Sum<T>* x, const T* weight, int64_t K, double eps, Y*
   for (; k < K; ++k) store(y + k, x[k] * scale * widen(weight[k]));
 }
 
+// Turns a head of D elements to its position (rope.py).
+template <typename A>
+inline void rotate(A* x, const A* cosines, const A* sines, int D) {
+  constexpr int lanes = VectorOf<A>::lanes;
+  const int half = D / 2;
+  int d = 0;
+  for (; d + lanes <= half; d += lanes) {
+    const Vector<A> low = load(x + d), high = load(x + half + d);
+    store(x + d, low * load(cosines + d) + high * load(sines + d));
+    store(x + half + d, high * load(cosines + half + d) + low * load(sines + half + d));
+  }
+  for (; d < half; ++d) {
+    const A low = x[d], high = x[half + d];
+    x[d] = low * cosines[d] + high * sines[d];
+    x[half + d] = high * cosines[half + d] + low * sines[half + d];
+  }
+}
+
 }  // namespace

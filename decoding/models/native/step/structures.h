@@ -52,6 +52,7 @@ struct Forward {
   void* hidden;            // (B, N, taps * C) of the model's dtype
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
   const int32_t* nodes;    // (B,) the one node of each row whose logits are wanted, as (B, V); null: all nodes
+  const int32_t* places;   // (B,) rows of the cache, in which a row may be again, further on; null: 0 to B - 1
 };
 
 // The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.

@@ -104,6 +104,15 @@ inline void store(U* place, const A* x, int64_t count) {
   for (; i < count; ++i) store(place + i, x[i]);
 }
 
+// place += x, of `count` elements.
+template <typename A>
+inline void add(A* place, const A* x, int64_t count) {
+  constexpr int lanes = VectorOf<A>::lanes;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) store(place + i, load(place + i) + load(x + i));
+  for (; i < count; ++i) place[i] += x[i];
+}
+
 // sum + a * b, rounded once. Scalar sums are written with it, as the compiler otherwise chooses for each
 // loop whether products are rounded before they are added, and so a sum's bits by the number of rows.
 template <typename A>
