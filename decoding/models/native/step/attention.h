@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "products.h"
 #include "vectors.h"
@@ -17,11 +16,11 @@ namespace {
 
 constexpr int MOST_HEADS = 4;  // query heads that are computed together
 
-// Writes the products of `heads` queries, (heads, D), with `count` keys in a row, times `scale`, to rows of
-// `scores` that are `stride` apart, and raises `most`, (heads,), to the largest.
+// Writes the products of `heads` queries, (heads, D), with `count` keys in a row to rows of `scores` that are
+// `stride` apart.
 template <int heads, typename T>
-inline void score_keys(const T* keys, int64_t count, const Input<T>* queries, int D, Sum<T> scale, Sum<T>* scores,
-                       int64_t stride, Sum<T>* most) {
+inline void score_keys(const T* keys, int64_t count, const Input<T>* queries, int D, Sum<T>* scores,
+                       int64_t stride) {
   using A = Sum<T>;
   using Step = Multiply<T>;
   for (int64_t i = 0; i < count; i += 4, keys += 4 * D) {
@@ -36,12 +35,10 @@ inline void score_keys(const T* keys, int64_t count, const Input<T>* queries, in
     for (int head = 0; head < heads; ++head) {
       A sum[4];
       totals(sums[head], sum);
-      for (int j = 0; j < keys_here; ++j) {
-        for (int rest = d; rest < D; ++rest)
+      for (int rest = d; rest < D; ++rest)
+        for (int j = 0; j < keys_here; ++j)
           add_product(sum[j], A(widen(keys[j * D + rest])), A(widen(queries[head * D + rest])));
-        scores[head * stride + i + j] = sum[j] * scale;
-        most[head] = std::max(most[head], sum[j] * scale);
-      }
+      std::memcpy(scores + head * stride + i, sum, keys_here * sizeof *sum);
     }
   }
 }

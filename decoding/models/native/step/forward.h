@@ -174,16 +174,16 @@ class Step {
 
     // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
     const int64_t visible = length + depth(b, n) + 1, plain = f_.parents == nullptr ? visible : length;
-    A most[heads];
-    std::fill(most, most + heads, -std::numeric_limits<A>::infinity());
-    score_keys<heads>(keys, plain, queries, D, scale, scores, scores_, most);
+    score_keys<heads>(keys, plain, queries, D, scores, scores_);
     for (int64_t place = plain; place < visible; ++place) {
       const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;
-      score_keys<heads>(key, 1, queries, D, scale, scores + place, scores_, most);
+      score_keys<heads>(key, 1, queries, D, scores + place, scores_);
     }
     A sums[heads];
-    for (int head = 0; head < heads; ++head)
-      sums[head] = exponentials(scores + head * scores_, visible, most[head]);
+    for (int head = 0; head < heads; ++head) {
+      A* row = scores + head * scores_;
+      sums[head] = exponentials(row, visible, largest(row, visible), scale);
+    }
     std::fill(out, out + heads * D, A(0));
     add_values<heads>(values, plain, scores, scores_, D, out);
     for (int64_t place = plain; place < visible; ++place) {

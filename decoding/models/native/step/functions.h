@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "products.h"
 #include "vectors.h"
@@ -59,24 +61,41 @@ inline void activate(float* gate, const float* up) {
   }
 }
 
-// scores = e^(scores - most); returns their sum. The order of its terms depends on their number alone.
-inline double exponentials(double* scores, int64_t count, double most) {
+// The largest of some numbers, without regard to NaN.
+template <typename A>
+inline A largest(const A* x, int64_t count) {
+  constexpr int lanes = VectorOf<A>::lanes;
+  const A lowest = -std::numeric_limits<A>::infinity();
+  Vector<A> most = Vector<A>{} + lowest;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const Vector<A> part = load(x + i);
+    most = part > most ? part : most;
+  }
+  A found = lowest;
+  for (int lane = 0; lane < lanes; ++lane) found = std::max(found, most[lane]);
+  for (; i < count; ++i) found = std::max(found, x[i]);
+  return found;
+}
+
+// scores = e^((scores - most) * scale); returns their sum. The order of its terms depends on their number alone.
+inline double exponentials(double* scores, int64_t count, double most, double scale = 1) {
   double sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += scores[i] = exponential(scores[i] - most);
+  for (int64_t i = 0; i < count; ++i) sum += scores[i] = exponential((scores[i] - most) * scale);
   return sum;
 }
 
-inline float exponentials(float* scores, int64_t count, float most) {
+inline float exponentials(float* scores, int64_t count, float most, float scale = 1) {
   constexpr int lanes = VectorOf<float>::lanes;
   Vector<float> sums = {};
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const Vector<float> x = exponential(load(scores + i) - most);
+    const Vector<float> x = exponential((load(scores + i) - most) * scale);
     store(scores + i, x);
     sums += x;
   }
   float sum = total<float>(sums);
-  for (; i < count; ++i) sum += scores[i] = exponential(scores[i] - most);
+  for (; i < count; ++i) sum += scores[i] = exponential((scores[i] - most) * scale);
   return sum;
 }
 
