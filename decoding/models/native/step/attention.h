@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -18,29 +17,39 @@ constexpr int MOST_HEADS = 4;  // query heads that are computed together
 
 // Writes the products of `heads` queries, (heads, D), with `count` keys in a row to rows of `scores` that are
 // `stride` apart.
+template <int heads, int count, typename T>
+inline void score_block(const T* keys, const Input<T>* queries, int D, Sum<T>* scores, int64_t stride) {
+  using A = Sum<T>;
+  using Step = Multiply<T>;
+  Vector<A> sums[heads][count] = {};
+  int d = 0;
+  for (; d + Step::elements <= D; d += Step::elements)
+#pragma GCC unroll 4
+    for (int j = 0; j < count; ++j) {
+      const typename Step::Part key = Step::part(keys + j * D + d);
+#pragma GCC unroll 4
+      for (int head = 0; head < heads; ++head) Step::add(sums[head][j], key, Step::part(queries + head * D + d));
+    }
+#pragma GCC unroll 4
+  for (int head = 0; head < heads; ++head) {
+    A sum[count];
+    if constexpr (count == 4)
+      totals(sums[head], sum);
+    else
+      sum[0] = total<A>(sums[head][0]);
+    for (int rest = d; rest < D; ++rest)
+      for (int j = 0; j < count; ++j)
+        add_product(sum[j], A(widen(keys[j * D + rest])), A(widen(queries[head * D + rest])));
+    std::memcpy(scores + head * stride, sum, sizeof sum);
+  }
+}
+
 template <int heads, typename T>
 inline void score_keys(const T* keys, int64_t count, const Input<T>* queries, int D, Sum<T>* scores,
                        int64_t stride) {
-  using A = Sum<T>;
-  using Step = Multiply<T>;
-  for (int64_t i = 0; i < count; i += 4, keys += 4 * D) {
-    const int keys_here = int(std::min<int64_t>(4, count - i));
-    Vector<A> sums[heads][4] = {};
-    int d = 0;
-    for (; d + Step::elements <= D; d += Step::elements)
-      for (int j = 0; j < keys_here; ++j) {
-        const typename Step::Part key = Step::part(keys + j * D + d);
-        for (int head = 0; head < heads; ++head) Step::add(sums[head][j], key, Step::part(queries + head * D + d));
-      }
-    for (int head = 0; head < heads; ++head) {
-      A sum[4];
-      totals(sums[head], sum);
-      for (int rest = d; rest < D; ++rest)
-        for (int j = 0; j < keys_here; ++j)
-          add_product(sum[j], A(widen(keys[j * D + rest])), A(widen(queries[head * D + rest])));
-      std::memcpy(scores + head * stride + i, sum, keys_here * sizeof *sum);
-    }
-  }
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) score_block<heads, 4>(keys + i * D, queries, D, scores + i, stride);
+  for (; i < count; ++i) score_block<heads, 1>(keys + i * D, queries, D, scores + i, stride);
 }
 
 // Adds `count` values in a row, times each head's weights, to `out`, (heads, D): `vectors` vectors at a time in
