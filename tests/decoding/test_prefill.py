@@ -5,7 +5,6 @@ import torch
 
 from decoding.models import prefill as module
 from decoding.models.native import fused
-from decoding.models.native.linear import multiplies_bfloat16
 from decoding.models.native.model import NativeTarget
 from decoding.models.prefill import prefill, reads_ragged
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of
@@ -75,7 +74,7 @@ def test_a_ragged_row_equals_a_batch_of_one(execution: str) -> None:
 
 def bits_beside_others(target: NativeTarget) -> bool:
     """Return whether prompts have the same states, to the bit, alone as in a batch."""
-    rows = prompts((70, 3, 300, 129, 1))
+    rows = prompts((70, 3, 300, 290, 1))
     hidden_BNC, logits = read(target, rows)
     equal = True
     for row, states_NC, logits_1V in zip(rows, hidden_BNC, logits, strict=True):
@@ -88,12 +87,14 @@ def bits_beside_others(target: NativeTarget) -> bool:
 def test_a_fused_prompts_bits_do_not_depend_on_the_rows_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = hf_model("llama", layers=2)
+    """Check parts narrow and wide enough for either kind of product, beside an eager control."""
+    made = hf_model("llama", layers=2, hidden_size=96, intermediate_size=232)
     monkeypatch.setattr(fused, "WIDEST", 1000)
-    assert bits_beside_others(native_of(made, execution="fused", dtype=torch.float64))
-    bfloat16 = native_of(made, execution="fused", dtype=torch.bfloat16)
-    if fused.load_library().multiplies_in_tiles() or not multiplies_bfloat16():
-        assert bits_beside_others(bfloat16)
+    monkeypatch.setattr(fused, "WIDEST_PROMPT", 1000)
+    for dtype in (torch.float64, torch.bfloat16):
+        for width in (fused.SLICE, 100):
+            monkeypatch.setattr(fused, "SLICE", width)
+            assert bits_beside_others(native_of(made, execution="fused", dtype=dtype))
     assert not bits_beside_others(native_of(made, execution="eager", dtype=torch.bfloat16))
 
 

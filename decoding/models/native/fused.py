@@ -9,6 +9,7 @@ of the cache, L layers, I inputs, O outputs.
 """
 
 import ctypes
+import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -39,7 +40,7 @@ WIDEST_PROMPT = 32
 # In tile registers it is not the tokens of all rows that count but a row's new tokens times its
 # slots, as PyTorch's attention, which is blocked, is faster over many.
 MOST_PAIRS = 256 * 256
-SLICE = 1024  # tokens of a call for wider chains and prompts, which bounds its buffers
+SLICE = 512  # most tokens of a call for wider chains and prompts, which bounds its buffers
 
 
 def refuse(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -192,12 +193,12 @@ class FusedForward:
             for row, tokens in tokens_of.items()
             for slot, token in enumerate(tokens, lengths_B[row])
         ]
-        states = []
-        for start in range(0, len(new), SLICE):
-            tokens, rows, slots = zip(*new[start : start + SLICE], strict=True)
-            states.append(self(torch.tensor(tokens)[:, None], None, slots, taps, False, rows)[1])
         if not new:
             return {}
+        width, states = math.ceil(len(new) / math.ceil(len(new) / SLICE)), []
+        for start in range(0, len(new), width):
+            tokens, rows, slots = zip(*new[start : start + width], strict=True)
+            states.append(self(torch.tensor(tokens)[:, None], None, slots, taps, False, rows)[1])
         parts = torch.cat(states).squeeze(1).split([len(tokens) for tokens in tokens_of.values()])
         return dict(zip(tokens_of, parts, strict=True))
 

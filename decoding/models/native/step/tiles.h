@@ -32,6 +32,7 @@ const bool has_tiles = false;
 constexpr int TILE = 16;               // rows of a tile, and its 32-bit columns
 constexpr int TILE_WORDS = TILE * TILE;
 constexpr int TILE_INPUTS = 2 * TILE;  // inputs of a tile of weights
+constexpr int WIDE = 256;              // rows from which weights are transposed in place of x
 
 // Whether the system lets this process use tiles, for which Linux has to be asked.
 inline bool may_use_tiles() {
@@ -184,10 +185,67 @@ inline void multiply_tiles(TileWeights first, TileWeights second, int64_t steps,
   finish_writes();
 }
 
+// The same for many rows of x, which stay as they lie in memory, while each piece of weights is transposed once.
+template <typename Emit>
+inline void wide_tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K,
+                            const BFloat16* x, int M, Pieces& pieces, const Emit& emit) {
+  const int64_t steps = K / TILE_INPUTS;
+  uint32_t* packed = scratch<0>(2 * steps * TILE_WORDS);  // (K / 32, half of the pairs, 16 pairs of inputs, 16 outputs)
+  const Tiles tiles(TILE);
+  alignas(64) float low[2 * TILE_WORDS], high[2 * TILE_WORDS];
+  int64_t ahead = pieces.take();  // as in tile_pairs, so that its weights can be fetched
+  for (int64_t piece = ahead; piece * TILE < pairs; piece = ahead) {
+    ahead = pieces.take();
+    const int64_t begin = piece * TILE;
+    const int count = int(std::min<int64_t>(TILE, pairs - begin));
+    uint32_t* next = packed;
+    for (int64_t k = 0; k < K; k += TILE_INPUTS)
+      for (const BFloat16* half : {first, second}) {
+        __m512i rows[TILE];
+        for (int i = 0; i < TILE; ++i)
+          rows[i] = i < count ? _mm512_loadu_si512(half + (begin + i) * K + k) : _mm512_setzero_si512();
+        transpose(rows);
+        for (int i = 0; i < TILE; ++i, next += TILE) _mm512_store_si512(next, rows[i]);
+      }
+    for (int row = 0; row < M; row += 2 * TILE) {
+      const int start = std::min(row, M - 2 * TILE);  // the last tiles may compute some rows again
+      const BFloat16* inputs = x + start * K;
+      const uint32_t* weights = packed;
+      finish_writes();
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t step = 0; step < steps; ++step, inputs += TILE_INPUTS, weights += 2 * TILE_WORDS) {
+        _tile_loadd(4, inputs, 2 * K);
+        _tile_loadd(6, weights, 4 * TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + TILE_WORDS, 4 * TILE);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, inputs + TILE * K, 2 * K);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        if (row == 0 && (ahead + 1) * TILE <= pairs)
+          for (int line = 0; line < TILE; ++line)
+            for (const BFloat16* half : {first, second})
+              __builtin_prefetch(half + ahead * TILE * K + (step * TILE + line) * TILE_INPUTS, 0, 2);
+      }
+      _tile_stored(0, low, 4 * TILE);
+      _tile_stored(1, high, 4 * TILE);
+      _tile_stored(2, low + TILE_WORDS, 4 * TILE);
+      _tile_stored(3, high + TILE_WORDS, 4 * TILE);
+      finish_writes();
+      for (int i = row - start; i < 2 * TILE; ++i)
+        emit(start + i, begin, count, low + i * TILE, high + i * TILE);
+    }
+  }
+}
+
 // product_pairs of bfloat16 (products.h).
 template <typename Emit>
 inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K, const BFloat16* x,
                        int M, Pieces& pieces, const Emit& emit) {
+  if (M >= WIDE && K % TILE_INPUTS == 0) return wide_tile_pairs(first, second, pairs, K, x, M, pieces, emit);
   const int columns = M > 8 ? TILE : M > 4 ? 8 : M > 2 ? 4 : M, words = TILE * columns;  // fewer are faster
   const int64_t steps = (K + TILE_INPUTS - 1) / TILE_INPUTS;
   const uint32_t* packed = pack_rows(x, M, K, columns);
