@@ -156,8 +156,8 @@ class FusedForward:
         """Return logits and hidden states of new tokens after `lengths_B` committed ones.
 
         places_B: rows of the cache, one of which may occur again with a later slot; None: all.
-        Hidden states are after the final norm, or at the taps. The logits of bfloat16 weights are in
-        float32. Without `has_logits` they are not computed, and the first tensor is empty.
+        Hidden states are after the final norm, or at the taps. The logits of bfloat16 weights are
+        in float32. Without `has_logits` they are not computed, and the first tensor is empty.
         Raises IndexError for a token outside the vocabulary.
         """
         B, N = tokens_BN.shape
@@ -185,7 +185,10 @@ class FusedForward:
         return weights.spread(logits) if has_logits else logits, hidden
 
     def read(
-        self, tokens_of: Mapping[int, Sequence[int]], lengths_B: Sequence[int], taps: tuple[int, ...]
+        self,
+        tokens_of: Mapping[int, Sequence[int]],
+        lengths_B: Sequence[int],
+        taps: tuple[int, ...],
     ) -> dict[int, Tensor]:
         """Return the hidden states (N, C) of new tokens of some rows, in which N may differ."""
         new = [
