@@ -129,8 +129,7 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def counted_rows(
         self: NativeTarget, tokens_of: dict[int, list[int]], taps: tuple[int, ...] = ()
     ) -> list[Tensor]:
-        if len(tokens_of) > 1:  # a single row is read by `features`
-            read.append(sum(map(len, tokens_of.values())))
+        read.append(sum(map(len, tokens_of.values())))
         return of_rows(self, tokens_of, taps)
 
     monkeypatch.setattr(NativeTarget, "features_of_rows", counted_rows)
