@@ -15,13 +15,14 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import CompareConfig
+from eval.report.comparison_plots import panel_plots, styles_of_entries
 from eval.report.engines_compared import (
     compared_engine_notes,
     compared_engine_tables,
     compared_engine_warnings,
 )
 from eval.report.page import Provenance, comparison_page
-from eval.report.plots import Plot, panel_plots, styles_of_entries
+from eval.report.plots import Plot
 from eval.report.terminal import print_comparison
 from eval.statistics.comparison.entries import ALL, HEADLINE, entries_of
 from eval.statistics.comparison.evaluations import Evaluation, find_runs, labels_of, read_evaluation

@@ -18,6 +18,7 @@ from eval.report import (
     comparison_tables,
     engines,
     engines_compared,
+    evaluation_plots,
     evaluation_tables,
     plots,
     text,
@@ -205,9 +206,11 @@ def _plots(
         fastest = [best[name] for name in dict.fromkeys(row.drafter for row in main)]
         pairs = {row.drafter: samples_of(row, records) for row in fastest}
         drawn += [
-            plots.speedup_by_gamma([r for r in here if r.part == "sweep"] or here, styles, label),
-            plots.alpha_by_depth(here, styles, label),
-            plots.time_per_token(fastest, label),
-            plots.speed_by_prompt(pairs, styles, label),
+            evaluation_plots.speedup_by_gamma(
+                [r for r in here if r.part == "sweep"] or here, styles, label
+            ),
+            evaluation_plots.alpha_by_depth(here, styles, label),
+            evaluation_plots.time_per_token(fastest, label),
+            evaluation_plots.speed_by_prompt(pairs, styles, label),
         ]
     return drawn

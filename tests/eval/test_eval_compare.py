@@ -8,9 +8,9 @@ import pytest
 
 from decoding.errors import UserError
 from eval.measure.origins import origin_of, write_origins
+from eval.report.comparison_plots import depth, styles_of_entries
 from eval.report.comparison_tables import differences_table, entry_cells, panel_losses
 from eval.report.page import Provenance, comparison_page
-from eval.report.plots import depth, styles_of_entries
 from eval.report.terminal import print_comparison
 from eval.statistics.comparison.entries import entries_of
 from eval.statistics.comparison.evaluations import labels_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from decoding.costs.prediction import Costs, best_gamma, expected_tokens, iso_cost_ratio
+from eval.report.comparison_plots import iso_speedup_curves
 from eval.report.comparison_tables import differences_table
-from eval.report.plots import iso_speedup_curves
 from eval.statistics import metrics
 from eval.statistics.comparison.panels import chains, pareto_front, usual_costs
 from eval.statistics.schema import main_rows, read_rows

@@ -12,8 +12,9 @@ from rich.console import Console
 from eval.measure.records import stalled
 from eval.report import evaluation_tables as tables
 from eval.report import text as texts
+from eval.report.evaluation_plots import speedup_by_gamma
 from eval.report.page import evaluation_page as page
-from eval.report.plots import drafter_styles, speedup_by_gamma
+from eval.report.plots import drafter_styles
 from eval.report.terminal import print_evaluation
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
