@@ -2,9 +2,9 @@
 
 A plan belongs to one row, so a row's draft does not depend on its neighbors. `Fixed` drafts all
 beams to the end of the budget, and `ChainByCost` a chain whose length pays at the row's acceptance
-rate. With costs and several beams the plan is a planner of decoding/stopping/planner.py. It reads
-the chances of each step, or plans from past rounds, in batches and where reading would wait. With
-costs, at most as many beams are searched as pay on the machine (`best_width`).
+rate. With costs and several beams the plan is a planner of decoding/stopping/. It reads the chances
+of each step, or plans from past rounds, in batches and where reading would wait. With costs, at
+most as many beams are searched as pay on the machine (`best_width`).
 
 A node is dropped for its depth or its chance, which are known before any test. Sampled nodes are
 never dropped: plans choose the number of children before they are sampled, and then the number of
@@ -19,9 +19,9 @@ from math import prod
 from typing import Any
 
 from decoding.interfaces import RoundCosts
+from decoding.stopping.ahead_planner import AheadPlanner
 from decoding.stopping.planner import (
     PRIOR,
-    AheadPlanner,
     RoundPlanner,
     StepPlanner,
     best_prefix,

@@ -3,7 +3,8 @@
 import pytest
 
 from decoding.interfaces import RoundCosts
-from decoding.stopping.planner import PRIOR, WEIGHT, AheadPlanner
+from decoding.stopping.ahead_planner import AheadPlanner
+from decoding.stopping.planner import PRIOR, WEIGHT
 
 CHEAP = RoundCosts(0.05, (1.0, 1.01, 1.02, 1.03))
 EXPENSIVE = RoundCosts(0.3, (1.0, 1.2, 1.4))

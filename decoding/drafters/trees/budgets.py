@@ -3,7 +3,7 @@
 For sampled children the number of nodes of each level is settled before they are sampled
 (decoding/drafters/trees/sampled_children.py). A top-k tree grows first, and the likeliest of its
 nodes are proposed. Both are sized either before they grow, from past rounds, or while they grow,
-from their nodes' chances. Each row has a planner (decoding/stopping/planner.py).
+from their nodes' chances. Each row has a planner (decoding/stopping/).
 
 Shapes: B rows, L levels, W chances of a level, X children that a sampled level could have, P nodes
 of a level of top-k children, K of them expanded, M nodes of the tree.
@@ -19,7 +19,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.trees.candidates import CandidateTree
 from decoding.interfaces import RoundCosts
-from decoding.stopping.planner import AheadPlanner, StepPlanner
+from decoding.stopping.ahead_planner import AheadPlanner
+from decoding.stopping.planner import StepPlanner
 
 FREE = RoundCosts(0.0, (1.0,))  # any number of nodes costs the same
 
