@@ -27,7 +27,8 @@ from decoding.costs.timing import rising, time_parts
 from decoding.drafters.self_speculation import FILE, write_skips
 from decoding.errors import UserError
 from decoding.models.load import load_target
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.acceptance import sum_accepted

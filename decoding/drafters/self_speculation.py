@@ -13,7 +13,8 @@ from pathlib import Path
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, RoundCosts, Target
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 
 FILE = "skips.json"
 

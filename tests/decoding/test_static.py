@@ -16,7 +16,8 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.loop import decode
 from decoding.models.native import static
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from tests.support.tiers import tiered

@@ -20,7 +20,7 @@ from decoding.interfaces import Target, ancestors
 from decoding.models import prefill as prefill_module
 from decoding.models.hf import HFTarget
 from decoding.models.native import static
-from decoding.models.native.model import Skips
+from decoding.models.native.skips import Skips
 from decoding.models.prefill import prefill
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of

@@ -19,7 +19,8 @@ from decoding.models.hf import HFTarget
 from decoding.models.load import load_target
 from decoding.models.native import linear
 from decoding.models.native.linear import PackedLinear, PlainLinear, can_pack, make_linear
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from tests.support.tiny_targets import SHAPES, VOCABULARY, hf_model, native_of

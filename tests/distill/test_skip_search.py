@@ -13,7 +13,7 @@ from decoding.drafters.self_speculation import SelfSpeculation, read_skips
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.load import load_target
-from decoding.models.native.model import Skips
+from decoding.models.native.skips import Skips
 from decoding.rounds.settings import Settings
 from distill import skip_search
 from distill.config import SkipSearchConfig

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 from decoding.models.native.weights import Layer
 
 

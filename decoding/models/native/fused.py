@@ -21,6 +21,7 @@ from decoding.errors import UserError
 from decoding.models.native import library
 from decoding.models.native.library import Forward, load_library
 from decoding.models.native.linear import PlainLinear, multiplies_bfloat16
+from decoding.models.native.skips import KeptLayer
 from decoding.models.native.weights import Layer, Weights
 
 # The types of weights, by their numbers in structures.h, and in which their products are summed.
@@ -92,10 +93,9 @@ def fuse_linears(module: torch.nn.Module) -> None:
 class FusedForward:
     """The fused step of one target; `bind` gives it the target's cache."""
 
-    def __init__(self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]]) -> None:
+    def __init__(self, weights: Weights, layers: Sequence[KeptLayer]) -> None:
         """Prepare the step of these layers.
 
-        layers: (index in the cache, weights, whether attention runs, whether the MLP runs) of each.
         Raises UserError if the step cannot be built here.
         """
         reason = refuse(weights.dtype, weights.device)

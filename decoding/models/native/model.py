@@ -11,7 +11,6 @@ H, D head size, F feed-forward size, T cache slots, L layers.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from decoding.models.native.chains import draft_chain, verifies, verify_chains
 from decoding.models.native.fused import FusedForward
 from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
+from decoding.models.native.skips import Skips
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.models.native.weights import NativeConfig, Weights
 from decoding.models.taps import check_taps, join_taps
@@ -40,17 +40,6 @@ from decoding.values import check_choice
 # operation by operation; one call of C++ (CPU); recorded; recorded with fused layers
 EXECUTIONS = ("eager", "fused", "graph", "compiled")
 RECORDED = ("graph", "compiled")
-
-
-@dataclass(frozen=True)
-class Skips:
-    """Sub-layers to skip, given by their layers' numbers from 0."""
-
-    attention: tuple[int, ...] = ()
-    mlp: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.attention) + len(self.mlp)
 
 
 class NativeTarget(CachedTarget):
@@ -75,13 +64,7 @@ class NativeTarget(CachedTarget):
         check_choice("execution", execution, EXECUTIONS)
         config = weights.config
         self.weights, self.config, self.name, self.execution = weights, config, name, execution
-        skips = skips or Skips()
-        # (index in the cache, layer, attention runs, MLP runs), without layers that skip both
-        steps = [
-            (i, layer, i not in skips.attention, i not in skips.mlp)
-            for i, layer in enumerate(weights.layers)
-            if i not in skips.attention or i not in skips.mlp
-        ]
+        steps = (skips or Skips()).steps(weights.layers)
         self.layer_ids = tuple(step[0] for step in steps)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers = len(self.layer_ids)
@@ -209,18 +192,13 @@ class NativeTarget(CachedTarget):
         return self._draft_chain if fused else None
 
     def _draft_chain(
-        self,
-        unseen_B: Tokens,
-        tips_B: Sequence[int],
-        counts_B: list[int],
-        choice: ChainChoice,
+        self, unseen_B: Tokens, tips_B: Sequence[int], counts_B: list[int], choice: ChainChoice
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Draft chains (see `Target.chain_call`)."""
         assert self._fused is not None
         self.slots.end_of(max(map(len, unseen_B)))
-        lengths_B = self.slots.lengths_B
         tokens_BN, q_BNV, counts_B = draft_chain(
-            self._fused, unseen_B, tips_B, counts_B, lengths_B, choice
+            self._fused, unseen_B, tips_B, counts_B, self.slots.lengths_B, choice
         )
         kept = zip(unseen_B, counts_B, strict=True)
         self.commit(None, [len(unseen) + max(count - 1, 0) for unseen, count in kept])
@@ -281,9 +259,7 @@ class NativeTarget(CachedTarget):
         """Return the hidden states after the final norm and at the taps (the same without taps)."""
         check_taps(self, taps)
         states: dict[int, Tensor] = {}
-        x_BNC = self.through_layers(
-            F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN, taps, states
-        )
+        x_BNC = self.through_layers(self.embed(tokens_BN), parents_BN, taps, states)
         return self._after_layers(x_BNC, taps, states)
 
     def _after_layers(

@@ -21,6 +21,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.models.cache import visible_slots
 from decoding.models.native.linear import rms_norm
+from decoding.models.native.skips import KeptLayer
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 from decoding.models.taps import join_taps
 
@@ -46,12 +47,9 @@ StepOutput = tuple[Tensor, Tensor]
 class StaticForward:
     """The recorded steps of one target; `bind` drops them, since they hold cache addresses."""
 
-    def __init__(
-        self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool
-    ) -> None:
+    def __init__(self, weights: Weights, layers: Sequence[KeptLayer], compiled: bool) -> None:
         """Prepare the steps of these layers.
 
-        layers: (index in the cache, weights, whether attention runs, whether the MLP runs) of each.
         compiled: fuse each layer's operations with torch.compile.
         """
         self.weights, self.layers, self.device = weights, layers, weights.device

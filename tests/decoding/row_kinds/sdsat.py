@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from decoding.interfaces import Target
-from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.skips import Skips
 from heads.sdsat.drafter import SdsatDrafter
 from heads.sdsat.model import SdsatConfig, SdsatHead, sizes_of
 from tests.decoding.row_kinds.kit import DrafterRow
