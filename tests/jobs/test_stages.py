@@ -228,6 +228,24 @@ def test_a_sweep_has_one_member_per_combination():
         stage("distill.train:all", overrides[1:])
 
 
+def test_a_sweep_over_files_gives_each_member_the_settings_of_its_file():
+    """Check that kinds of heads are swept like values, and that both combine."""
+    overrides = ["-m", "head=medusa,dflash", "head.draft_vocab_size=64,128"]
+    given = ["head=recurrent", "loop.max_steps=77"]
+    one = stage("heads.train:heads", overrides, *given, job="heads.train")
+    found = [(m.kind, m.head.draft_vocab_size, m.loss.predict_n_tokens) for m in one.members]
+    assert found == [("medusa", 64, 4), ("medusa", 128, 4), ("dflash", 64, 7), ("dflash", 128, 7)]
+    assert {m.loop.max_steps for m in one.members} == {77}
+    folders = [m.output_dir for m in one.members]
+    assert folders[-1] == "/run/heads/head=dflash,head.draft_vocab_size=128"
+    assert len({*folders}) == len(folders)
+    with pytest.raises(UserError, match="'head=medusa,dflash' has several values"):
+        stage("heads.train:heads", overrides[1:2], *given, job="heads.train")
+    overrides.append("head.slots=3")
+    with pytest.raises(UserError, match="stage heads.train:heads: .*slots"):
+        stage("heads.train:heads", overrides, *given, job="heads.train")
+
+
 def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
     """Control: a wrong key of the last stage is an error before the first stage starts."""
     config, composed = experiment("distill.train", f"output_dir={tmp_path}")
