@@ -9,7 +9,7 @@ from typing import Any
 from eval.report import text
 from eval.report.evaluation_tables import losses_table, result_cells
 from eval.report.tables import Table, make_table
-from eval.report.text import NONE, number, with_interval
+from eval.report.text import NONE, number, rates, with_interval
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import ComparedEntry, Panel, distinguishing_fields
@@ -26,13 +26,14 @@ OUTCOME = (
     *("best other", "shared prompts", "front", "tokens/s", "alone", "output"),
 )
 ACCEPTANCE_AND_COSTS = (
-    *("drafter", "gamma", "drafted", "alpha", "tau", "c", "V"),
+    *("drafter", "gamma", "drafted", "alpha", "by depth", "tau", "c", "V"),
     *("t_draft", "bytes/step", "trained on", "overhead", "predicted"),
 )
 # Columns of both that narrow terminals leave out.
 SPARE = (
     *("shared prompts", "alone", "parameters", "best other", "tokens/s", "not looping", "output"),
-    *("predicted", "overhead", "trained on", "drafted", "bytes/step", "t_draft", "V", "tau"),
+    *("by depth", "predicted", "overhead", "trained on", "drafted", "bytes/step", "t_draft"),
+    *("V", "tau"),
 )
 
 
@@ -53,6 +54,7 @@ def entry_cells(compared: ComparedEntry) -> dict[str, str]:
         "over the best": with_interval(*dataclasses.astuple(ratio)) if ratio else NONE,
         "best other": compared.rival.name if compared.rival else NONE,
         "shared prompts": str(compared.shared or NONE),
+        "by depth": rates(row.alpha_by_depth),
         "t_draft": number(row.t_draft_ms, 3),
         "parameters": text.amount(row.drafter_parameters) if row.drafter_parameters else "no model",
         "bytes/step": text.amount(entry.bytes_per_step, "B"),

@@ -13,7 +13,7 @@ from eval.measure.records import AUTOREGRESSIVE
 from eval.report import text
 from eval.report.tables import Table, make_table
 from eval.report.terminal import print_tables
-from eval.report.text import NONE, number, with_interval
+from eval.report.text import NONE, number, rates, with_interval
 from eval.statistics import lossless
 from eval.statistics.engine_row import EngineRow
 from serving.engines.registry import OURS
@@ -35,11 +35,6 @@ def drafter_label(row: EngineRow) -> str:
     if row.method == AUTOREGRESSIVE:
         return "none (autoregressive)"
     return "prompt lookup" if row.method == "ngram" else row.drafter
-
-
-def rates(values: Sequence[float | None] | None) -> str:
-    """Return acceptance rates by depth, `0.64 0.59 0.68`."""
-    return " ".join(map(number, values)) if values else NONE
 
 
 def engine_tables(rows: Sequence[EngineRow]) -> list[Table]:

@@ -32,6 +32,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
+def rates(values: Sequence[float | None] | None) -> str:
+    """Return acceptance rates by depth, `0.64 0.59 0.68`."""
+    return " ".join(map(number, values)) if values else NONE
+
+
 def times(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
 

@@ -90,6 +90,7 @@ def test_the_page_shows_the_results(compared):
         "Where each drafter loses",
         "slower prompts",
         "bytes/step",
+        "by depth",
         "trained on",
         "simulated processor",
         "2 threads",
