@@ -2,10 +2,11 @@
 
     .venv-speculators/bin/python tests/support/speculators_forward.py FOLDER...
 
-A folder's inputs.safetensors has `ids_T`, the tokens of a text, and `states_TX`, the target's states
-that the head reads, side by side. Its found.safetensors gets `begins_N`, `depths_N` and `q_NV`: the
-distribution of the token begins + 2 + depth, from the states up to `begins` and the tokens before it.
-Heads with a confidence add its logits, `chance_N`. The forward is that of speculators' training.
+A folder's inputs.safetensors has `ids_T`, the tokens of a text, and `states_TX`, the target's
+states that the head reads, side by side. Its found.safetensors gets `begins_N`, `depths_N` and
+`q_NV`: the distribution of the token begins + 2 + depth, from the states up to `begins` and the
+tokens before it. Heads with a confidence add its logits, `chance_N`. The forward is that of
+speculators' training.
 
 Shapes: T tokens, X channels of all layers, N predictions, K depths, V the target's vocabulary.
 """
@@ -53,7 +54,7 @@ def eagle3(model: Any, ids_T: Tensor, states_TX: Tensor) -> dict[str, Tensor]:
 
 
 def p_eagle(model: Any, ids_T: Tensor, states_TX: Tensor) -> dict[str, Tensor]:
-    """Return the elements of a P-EAGLE head that its training keeps if it drops as few as it can."""
+    """Return the elements of a P-EAGLE head that training keeps if it drops as few as it can."""
     logits, sample = outputs_of(model.lm_head), peagle.generate_cod_sample_indices
     kept: list[tuple[Tensor, Tensor]] = []
 
