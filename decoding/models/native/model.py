@@ -2,7 +2,7 @@
 
 It fuses the qkv and gate/up products, keeps one cache tensor for all layers, and applies rope in
 three operations and one mask a forward. The logits are tested against the hf backend. That is the
-eager execution, which also reads the prompts of the others. Decode steps run faster as one call of
+eager execution, which also reads long prompts of the others. Decode steps run faster as one call of
 compiled C++ on a CPU (fused.py), and as recorded steps on a GPU (static.py).
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /

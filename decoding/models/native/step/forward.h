@@ -147,10 +147,10 @@ class Step {
     const bool is_key = head < m_.Q + m_.H;
     T* cache = static_cast<T*>(is_key ? layer.keys : layer.values);
     const int h = head - m_.Q - (is_key ? 0 : m_.H);
-    store(cache + ((place(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D, x, D);
+    store(cache + ((cache_row(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D, x, D);
   }
 
-  int64_t place(int b) const { return f_.places == nullptr ? b : f_.places[b]; }
+  int64_t cache_row(int b) const { return f_.places == nullptr ? b : f_.places[b]; }
 
   int depth(int b, int n) const {
     if (f_.parents == nullptr) return n;
@@ -163,7 +163,7 @@ class Step {
   template <int heads>
   void attend(const Layer& layer, int row, int first, A* memory) {
     const int D = m_.D, b = row / f_.N, n = row % f_.N, h = first / (m_.Q / m_.H);
-    const int64_t start = (place(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
+    const int64_t start = (cache_row(b) * m_.H + h) * m_.S * D, length = f_.lengths[b];
     const T* keys = static_cast<const T*>(layer.keys) + start;
     const T* values = static_cast<const T*>(layer.values) + start;
     A *scores = memory, *out = memory + heads * scores_;

@@ -3,7 +3,7 @@
 //
 // A tile has 16 rows of 64 bytes. One instruction adds 32 terms, in one order, to each of 16 outputs in each of
 // 16 rows of x, so an output's bits do not depend on the number of rows. Weights are loaded as they lie in
-// memory; x is transposed, as its tiles have pairs of inputs as rows.
+// memory; x is transposed, as its tiles have pairs of inputs as rows. From WIDE rows on it is the other way round.
 //
 // Shapes: K inputs and O outputs of a product, M rows.
 
@@ -185,7 +185,8 @@ inline void multiply_tiles(TileWeights first, TileWeights second, int64_t steps,
   finish_writes();
 }
 
-// The same for many rows of x, which stay as they lie in memory, while each piece of weights is transposed once.
+// product_pairs of bfloat16 (products.h) for many rows of x, which stay as they lie in memory, while each piece of
+// weights is transposed once. Each sum has the terms and the order of `tile_pairs`.
 template <typename Emit>
 inline void wide_tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K,
                             const BFloat16* x, int M, Pieces& pieces, const Emit& emit) {
@@ -241,7 +242,7 @@ inline void wide_tile_pairs(const BFloat16* first, const BFloat16* second, int64
   }
 }
 
-// product_pairs of bfloat16 (products.h).
+// product_pairs of bfloat16 for any number of rows.
 template <typename Emit>
 inline void tile_pairs(const BFloat16* first, const BFloat16* second, int64_t pairs, int64_t K, const BFloat16* x,
                        int M, Pieces& pieces, const Emit& emit) {
