@@ -232,9 +232,9 @@ def build(
     """
     drafters = {}
     for name, mapping in mappings.items():
-        if "folder" in mapping:
-            check_folder(target_folder, mapping["folder"])
         made = {key: value for key, value in mapping.items() if key not in USE}
+        if "folder" in mapping:
+            made |= check_folder(target_folder, mapping["folder"], _find_class(name, mapping))
         if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
             made["_target_"] = WORKER
             if worker_devices and made.get("device") in worker_devices:

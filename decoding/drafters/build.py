@@ -12,6 +12,7 @@ import torch
 from decoding.devices import device_of
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.options import check_options
+from decoding.drafters.other_vocabulary import OtherVocabulary
 from decoding.drafters.registry import (
     AUTO,
     DRAFTERS,
@@ -28,8 +29,12 @@ from decoding.interfaces import Drafter
 from decoding.models.folder import exists, read_config
 from decoding.models.hub import find_folder, parse_hub_name
 from decoding.models.native.linear import draft_dtype
-from decoding.models.text.compatible import check_same_tokenizer
+from decoding.models.text.compatible import ADVICE, check_same_tokenizer
 from decoding.values import quote
+
+TARGET_FOLDER = "target_folder"  # of classes that read the target's tokenizer
+# arguments that are no options: those for models in memory, and the target's folder
+_GIVEN = {"model", "vocabularies", TARGET_FOLDER}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def options_of(kind: type) -> set[str] | None:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
         # these forward all other options to their chain drafter
-        if base in (RemoteChain, ChainWithLookup):
+        if base in (RemoteChain, ChainWithLookup, OtherVocabulary):
             return names | (options_of(ChainDrafter) or set())
     return None
 
@@ -66,9 +71,9 @@ def options_of(kind: type) -> set[str] | None:
 def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]) -> None:
     """Raise UserError for the first given option that is unknown, naming the nearest known one.
 
-    where: the beginning of the message. `model`, a model in memory, is not an option.
+    where: the beginning of the message. A model in memory is not an option.
     """
-    choices = sorted(known - {"model"})
+    choices = sorted(known - _GIVEN)
     for key in given:
         if key not in choices:
             near = get_close_matches(str(key), choices, n=1, cutoff=0.0)[0]
@@ -102,13 +107,29 @@ def with_target_settings(
     return options
 
 
-def check_folder(target_folder: str | Path, folder: str | Path) -> None:
+def check_folder(
+    target_folder: str | Path, folder: str | Path, kind: type = ChainDrafter
+) -> dict[str, str]:
     """Raise UserError for a drafter's folder that does not fit the target.
 
-    A model needs the target's tokenizer; a head must match the target's sizes and hash.
+    A model needs the target's tokenizer, unless its class reads both tokenizers; a head must match
+    the target's sizes and hash. Returns the further arguments of the class: the target's folder, if
+    it takes one.
     """
-    check = check_fits if head_of(folder) else check_same_tokenizer
-    check(target_folder, folder)
+    if TARGET_FOLDER not in (options_of(kind) or ()):
+        if head_of(folder):
+            check_fits(target_folder, folder)
+        else:
+            instead = f"let this one draft in its own: {{use: other_vocabulary, folder: {folder}}}."
+            check_same_tokenizer(target_folder, folder, f"{ADVICE[:-1]}, or {instead}")
+        return {}
+    if head := head_of(folder):
+        raise UserError(
+            f"{folder} cannot draft for {target_folder}: it is a head ({head}), which reads the "
+            f"target's hidden states, expected a model with another tokenizer. Use the folder of a "
+            f"language model."
+        )
+    return {TARGET_FOLDER: str(target_folder)}
 
 
 def choose_drafter(asked: str | Path | Mapping[str, Any]) -> DrafterChoice:
@@ -183,8 +204,8 @@ def make_drafter(
     """
     kind, options = choice.kind, choice.options
     if "folder" in options:
-        check_folder(target_folder, options["folder"])
-        options = with_target_settings(
+        more = check_folder(target_folder, options["folder"], kind)
+        options = more | with_target_settings(
             kind, options, backend=backend, dtype=dtype, device=device, execution=execution
         )
     try:

@@ -66,6 +66,9 @@ OPTIONS: dict[str, ValueRule] = {
     "execution": optional(_TEXT),
     "layout": optional(_TEXT),
     "trust_remote_code": SWITCH,
+    "rule": ValueRule(
+        lambda value: is_text(value) and value in ("tokens", "strings"), "'tokens' or 'strings'"
+    ),
     "draft_cores": whole_number(0, 4096),
     # shapes of proposals
     "shape": _TEXT,

@@ -38,6 +38,9 @@ DRAFTERS = {
     "parallel": DrafterEntry(
         "decoding.drafters.parallel.ParallelChain", "folder", model_mark="pard_token"
     ),
+    "other_vocabulary": DrafterEntry(
+        "decoding.drafters.other_vocabulary.OtherVocabulary", "folder"
+    ),
     "prompt_lookup": DrafterEntry("decoding.drafters.prompt_lookup.PromptLookup"),
     "suffix_lookup": DrafterEntry("decoding.drafters.prompt_lookup.SuffixLookup"),
     "lookahead": DrafterEntry("decoding.drafters.lookahead.Lookahead"),

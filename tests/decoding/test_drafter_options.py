@@ -15,8 +15,8 @@ from jobs.config import TargetConfig
 from jobs.drafters import check_entries, describe
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "target"
-# arguments of classes that take a model in memory
-IN_MEMORY = {"model", "head", "heads"}
+# arguments of classes that take a model in memory, and the target's folder
+IN_MEMORY = {"model", "head", "heads", "vocabularies", "target_folder"}
 NUMBERS = [True, 2.5, "4", math.nan, math.inf, -1, 10**9, [2], None]
 SWITCHES = ["yes", 1, None]
 LISTS = [3, "3", [2.5], [True], [-1], ["a"], [math.nan]]
@@ -48,6 +48,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "suffixes": NUMBERS,
     },
     "chain_with_lookup": {"min_match": [True, 2.5, "4", math.nan, 0]},
+    "other_vocabulary": {"rule": ["words", "", 3, None, ["tokens"]]},
     "prompt_lookup": {"max_ngram": [*NUMBERS, 0], "min_ngram": [*NUMBERS, 0], "name": [3, ""]},
     "suffix_lookup": {"min_match": [True, 2.5, "4", math.nan, 0]},
     "lookahead": {"columns": [*NUMBERS, 0], "from_text": SWITCHES},

@@ -10,10 +10,15 @@ from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
 from decoding.models.text.tokenizer_repair import PROBES, differences, encoder, probes_of
 
 SHOWN = 3  # differing ids that a message lists
+ADVICE = "Use a drafter with the target's tokenizer."
 
 
-def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) -> None:
+def check_same_tokenizer(
+    target_folder: str | Path, drafter_folder: str | Path, advice: str = ADVICE
+) -> None:
     """Raise UserError, with the first difference, unless both folders have the same tokenizer.
+
+    advice: the end of the message.
 
     The token of every id is compared (added and special tokens included), the ids of the beginning
     and end of text, and the ids of probe texts. Either vocabulary may end in added tokens that the
@@ -25,13 +30,12 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
     difference = _describe_differing_ids(target, drafter, "drafter")
     difference = difference or _describe_differing_text(target, drafter, list(PROBES))
     if difference:
-        raise UserError(f"{where} {difference}. Use a drafter with the target's tokenizer.")
+        raise UserError(f"{where} {difference}. {advice}")
     for role in ("bos_token_id", "eos_token_id"):
         ours, theirs = getattr(target, role), getattr(drafter, role)
         if ours != theirs:
             raise UserError(
-                f"{where}: {role} is {ours} in the target and {theirs} in the drafter. Use a "
-                f"drafter with the target's tokenizer."
+                f"{where}: {role} is {ours} in the target and {theirs} in the drafter. {advice}"
             )
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Lookahead
 from decoding.drafters.ouroboros import Ouroboros
@@ -16,12 +18,19 @@ from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.interfaces import Target
 from tests.decoding.row_kinds.kit import DrafterRow, draft_table
 from tests.support.oracle_drafters import Foresight, Oracle, OracleTree, WrongLookahead
+from tests.support.other_vocabularies import partly_shared, renamed_drafter
+from tests.support.tiny_targets import TableTarget
 
 
 def parallel_of(model: Target) -> ParallelChain:
     """Return a parallel chain of a model that is trained for it as well as a model can be."""
     foresight: Any = Foresight(model)
     return ParallelChain(model=foresight, tokens=8, mask_token=foresight.mask_token)
+
+
+def six_words() -> TableTarget:
+    """Return a draft model with four tokens of the 5-symbol target and two others."""
+    return TableTarget(torch.randn(6, 6, 6, generator=torch.Generator().manual_seed(7)) * 1.5)
 
 
 ROWS = [
@@ -40,6 +49,22 @@ ROWS = [
         # sampled tokens are not those that its deeper distributions assume
         perfect_rules=("greedy",),
         table=lambda: ParallelChain(model=draft_table(), tokens=8, mask_token=0),
+    ),
+    DrafterRow(
+        "other_vocabulary",
+        make=lambda kit: renamed_drafter(kit.draft_model, "tokens"),
+        rules=("greedy", "token", "block", "coupled"),
+        perfect=lambda kit: renamed_drafter(kit.twin, "tokens"),
+        table=lambda: partly_shared(six_words(), 5, 4, "tokens"),
+    ),
+    DrafterRow(
+        "other_vocabulary_strings",
+        make=lambda kit: renamed_drafter(kit.draft_model, "strings"),
+        rules=("greedy", "token", "block", "coupled"),
+        perfect=lambda kit: renamed_drafter(kit.twin, "strings"),
+        # it drafts the likeliest text
+        perfect_rules=("greedy",),
+        table=lambda: partly_shared(six_words(), 5, 4, "strings"),
     ),
     DrafterRow(
         "multi_candidate",
