@@ -29,6 +29,7 @@ from eval.engines.plan import (
     find_engines,
     plan_engines,
 )
+from eval.measure.coverage import with_coverage
 from eval.measure.deadline import Deadline
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, origin_of, write_origins
@@ -117,6 +118,7 @@ def _measure(
     rows, records = list[Row](), list[Record]()
     if OURS in engine_names(cfg):
         rows, records = _measure_ours(cfg, loaded, folder, clock)
+        rows = with_coverage(rows, loaded.bench, records)
     write_rows(results, [*rows, *engine_rows])
     made = provenance(cfg, folder, loaded, rows, records)
     if rows:

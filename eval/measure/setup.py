@@ -13,6 +13,7 @@ import torch
 
 from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
+from decoding.drafters.other_vocabulary import TOKENS, OtherVocabulary
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
 from decoding.errors import UserError, without_stop
@@ -289,9 +290,16 @@ def _facts_of(
         verify=use.verify,
         dtype=stored[1] if stored else "",
         length_cap=length_cap,
-        draft_vocab_size=draft_vocab_size(stored[0]) if stored else 0,
+        draft_vocab_size=_draft_vocab_size(drafter, stored[0]) if stored else 0,
         calibrated_at=_calibrated_at(drafter, stored[0]) if stored else None,
     )
+
+
+def _draft_vocab_size(drafter: Drafter, folder: Path) -> int:
+    """Return the number of tokens that a drafter can propose; 0: all of the target's."""
+    if isinstance(drafter, OtherVocabulary):
+        return len(drafter.vocabularies.target_ids_N) if drafter.rule == TOKENS else 0
+    return draft_vocab_size(folder)
 
 
 def _calibrated_at(drafter: Drafter, folder: Path) -> float | None:

@@ -49,7 +49,8 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
         title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
         results.append(dataclasses.replace(table, title=title))
     tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
-    notes = [*text.doubts(named), *text.calibrated_elsewhere(named), limits_note(shown[0])]
+    notes = [*text.doubts(named), *text.calibrated_elsewhere(named)]
+    notes += [*text.shared_vocabularies(named), limits_note(shown[0])]
     print_tables(tables, text.warnings(shown), notes, text.LEGEND, console)
 
 

@@ -60,6 +60,23 @@ def doubts(named: Sequence[tuple[str, Row]]) -> list[str]:
     ]
 
 
+def shared_vocabularies(named: Sequence[tuple[str, Row]]) -> list[str]:
+    """Return a sentence for each drafter whose vocabulary is not the target's.
+
+    named: rows, each with its name.
+    """
+    shares = {
+        name: (row.shared_target_mass, row.shared_drafter_mass)
+        for name, row in named
+        if row.shared_target_mass is not None
+    }
+    return [
+        f"{name} has another tokenizer: on the target's text, the tokens that both vocabularies "
+        f"share have {target:.1%} of the target's probability and {drafter:.1%} of the drafter's."
+        for name, (target, drafter) in shares.items()
+    ]
+
+
 def calibrated_elsewhere(named: Sequence[tuple[str, Row]]) -> list[str]:
     """Return a sentence for each drafter whose confidences are of another temperature than a row.
 

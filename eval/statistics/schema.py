@@ -213,6 +213,10 @@ class Row:
     unreliable: str = ""  # why predicted_speedup is unreliable, as a clause; empty: it is reliable
     # temperature at which the drafter's confidences were calibrated; None: none, or not known
     calibrated_at: float | None = None
+    # probability of the tokens that both vocabularies share, under the target and the drafter, on
+    # the target's text (see eval.measure.coverage); None: the drafter has the target's tokenizer
+    shared_target_mass: float | None = None
+    shared_drafter_mass: float | None = None
 
     @property
     def condition(self) -> Condition:

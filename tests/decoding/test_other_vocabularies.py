@@ -1,6 +1,7 @@
 """Drafters with another tokenizer: translation of texts, q over shared tokens, caches, errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.drafters.other_vocabulary import OtherVocabulary
 from decoding.drafters.translation import PART_TOKENS, Translation, Vocabularies
+from decoding.engine import generate, load
+from decoding.errors import UserError
 from decoding.interfaces import Proposal
 from decoding.loop import decode
 from decoding.models.text.token_text import TokenText, without_unfinished
 from decoding.rounds.settings import Settings
-from tests.support.other_vocabularies import partly_shared, renamed_drafter
+from tests.support.other_vocabularies import letters, partly_shared, renamed_drafter
+from tests.support.tiny_folders import save
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
 from .law_3 import P_LIMIT, drafter_of, law_holds
@@ -25,6 +29,7 @@ TEXT = (
     "def add(a, b):\n    return a + b  # the sum\n"
     "Naïve café, 日本語 and 😀 are written in UTF-8; numbers like 1234 too.\n"
 )
+ASSETS = Path(__file__).resolve().parents[2] / "assets" / "target"
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
@@ -247,3 +252,39 @@ def test_tokens_that_the_drafter_lacks_are_never_drafted(
     plain, drafted = greedy(None, prompts, **settings), greedy(drafter, prompts, **settings)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert 0 < sum(g.accepted for g in drafted) < sum(g.tested for g in drafted)
+
+
+@pytest.mark.parametrize("rule", ["tokens", "strings"])
+def test_a_folder_with_another_tokenizer_drafts(rule: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "characters")
+    with pytest.raises(UserError, match=f"use: other_vocabulary, folder: {folder}"):
+        load(ASSETS, folder)
+    plain = load(ASSETS)
+    engine = load(ASSETS, {"use": "other_vocabulary", "folder": str(folder), "rule": rule})
+    for prompt in ("def add(a, b):", "é 😀", "x = [\n"):
+        for settings in ({}, {"temperature": 1.0, "verify": "coupled", "seed": 4}):
+            fields: dict[str, Any] = {"max_new_tokens": 24, "stopping": "fixed", **settings}
+            drafted, wanted = (generate(each, prompt, **fields) for each in (engine, plain))
+            assert drafted.tokens == wanted.tokens
+            assert drafted.stats.tested > 0 or not wanted.tokens
+
+
+def test_folders_that_cannot_draft_are_refused(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text('{"medusa_num_heads": 2}')
+    with pytest.raises(UserError, match=r"it is a head \(medusa\), .* expected a model"):
+        load(ASSETS, {"use": "other_vocabulary", "folder": str(head)})
+    folder = save(tmp_path / "letters")
+    words = {each: i for i, each in enumerate([*SPECIAL, *letters(90)])}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    _fast(core).save_pretrained(folder)
+    with pytest.raises(UserError, match="none of its 90 tokens has the text of one of the target"):
+        load(ASSETS, {"use": "other_vocabulary", "folder": str(folder)})
+
+
+def test_a_tokenizer_with_an_unknown_convention_is_refused() -> None:
+    core = Tokenizer(models.WordPiece({"<unk>": 0, "a": 1, "##b": 2}, unk_token="<unk>"))
+    core.decoder = decoders.WordPiece()
+    with pytest.raises(UserError, match="F: its tokenizer decodes with WordPiece, expected"):
+        TokenText(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"), "F")
