@@ -1,11 +1,10 @@
 """A causal LM with another tokenizer than the target's drafts chains, without loss.
 
 Timor et al. 2025, arXiv 2502.05202. The drafter reads the text in its own tokens. By the rule
-`tokens` (token-level intersection, section 3.2) it drafts tokens that both vocabularies share: its
-distribution over them, renormalised, is q, and any rule tests p / q. By the rule `strings`
-(string-level exact match, section 3.1) it drafts text in its own tokens, which the target's
-tokenizer encodes as the continuation of the row's tokens. These are point masses, so sampling
-verifies them without q.
+`tokens` (token-level intersection) it drafts tokens that both vocabularies share: its distribution
+over them, renormalised, is q, and any rule tests p / q. By the rule `strings` (string-level exact
+match) it drafts text in its own tokens, which the target's tokenizer encodes as the continuation of
+the row's tokens. These are point masses, so sampling verifies them without q.
 
 Shapes: B rows, N drafted tokens, S shared tokens, V the target's vocabulary, D the drafter's.
 """
