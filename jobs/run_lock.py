@@ -236,7 +236,7 @@ def _release(
         return
     with suppress(FileNotFoundError):  # the folder was moved or deleted
         left = {each.name for each in path.parent.iterdir()}
-        if left - {LOCK} - found == {CONFIG} and MANIFEST not in left:
+        if left - {LOCK, *found} == {CONFIG} and MANIFEST not in left:
             (path.parent / CONFIG).unlink()
     path.unlink(missing_ok=True)
     os.close(descriptor)

@@ -112,20 +112,14 @@ def _texts(bench: Bench, records: Sequence[Record]) -> list[Text]:
         for record in records
         if record.drafter == BASELINE.drafter and not record.turn and record.tokens
     }
-    return [
-        (
-            render_turns(
-                prompts[each].turns[:1],
-                [],
-                bench.tokenizer,
-                benchmark.render,
-                benchmark.chat_template,
-            ),
-            tokens,
-        )
-        for each, tokens in firsts.items()
-        if each in prompts
-    ][:TEXTS]
+    texts: list[Text] = []
+    for each, tokens in firsts.items():
+        if each in prompts and len(texts) < TEXTS:
+            turns, template = prompts[each].turns[:1], benchmark.chat_template
+            texts.append(
+                (render_turns(turns, [], bench.tokenizer, benchmark.render, template), tokens)
+            )
+    return texts
 
 
 def _mass(model: Target, text: Sequence[int], start: int, ids_N: list[int]) -> tuple[float, int]:
