@@ -232,6 +232,7 @@ class _SharedChooser:
     """
 
     tests_q = drafts_likeliest = False  # chains are drafted in Python
+    rule = ""
     processors = None  # those of the round's chooser need the target's vocabulary
 
     def __init__(
