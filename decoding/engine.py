@@ -207,7 +207,8 @@ def with_costs(
     with Claim(engine.target, drafter):
         if key not in engine.costs:
             note = (
-                f"measuring what a round with {drafter.name} costs here, for this and later calls"
+                f"measuring what a round with {drafter.name} costs here ({rule}), for this and "
+                f"later calls"
             )
             with note_if_slow(note):
                 engine.costs[key] = measure_costs(

@@ -9,6 +9,8 @@ from antlr4 import Token
 from antlr4.error.Errors import LexerNoViableAltException, RecognitionException
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigKeyError
 
 from decoding.errors import UserError
 
@@ -73,6 +75,12 @@ def composition_error(error: Exception) -> UserError:
             f"{error.missing_cfg_file.replace('/', '=')}: there is no "
             f"conf/{error.missing_cfg_file}.yaml. Set {group}= to one of "
             f"{', '.join(error.options)}"
+        )
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
+        return UserError(
+            f"unknown configuration key '{cause.full_key}', expected one of "
+            f"{', '.join(map(str, cause.parent_node))}"
         )
     message = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
     return UserError(

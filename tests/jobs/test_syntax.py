@@ -60,6 +60,10 @@ def test_valid_overrides_and_flags_are_accepted():
             "target=nowhere: there is no conf/target/nowhere.yaml. Set target= .*embedded",
         ),
         ("+target=embedded", "the configuration does not compose: .*target"),
+        (
+            "engine_python={nothing: x}",
+            "unknown configuration key 'engine_python.nothing', expected one of hf, vllm",
+        ),
         ("seed=1,2", "the configuration does not compose: .*seed"),
     ],
 )

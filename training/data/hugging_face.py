@@ -50,7 +50,8 @@ class HuggingFaceSource:
                 f"{self} cannot be read after row {number:,} "
                 f"({type(reason).__name__}: {str(reason)[:300]}). Expected a folder or a name on "
                 f"the Hub: {PREFIX}NAME_OR_FOLDER[:SPLIT[:COLUMN]]. A folder of JSON lines can "
-                f"also be given without {PREFIX}, which leaves bad records out and counts them"
+                f"also be given without {PREFIX}, which leaves bad records out and counts them. "
+                f"Where the Hub cannot be reached, give the dataset's folder"
             ) from error
         splits = getattr(dataset.info, "splits", None) or {}
         expected = splits[self.split].num_examples if self.split in splits else 0
