@@ -93,6 +93,10 @@ inline void store(BFloat16* place, Vector<float> x) {
   const __m256bh halves = _mm512_cvtneps_pbh(__m512(x));
   std::memcpy(place, &halves, sizeof halves);
 }
+#else
+inline void store(BFloat16* place, Vector<float> x) {
+  for (int i = 0; i < VectorOf<float>::lanes; ++i) store(place + i, x[i]);
+}
 #endif
 
 // place = x, of `count` elements.
