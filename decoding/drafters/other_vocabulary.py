@@ -133,7 +133,8 @@ class OtherVocabulary(StatelessDrafter):
         drafted = self.chain.propose(translated_B, room_B, stopping_B, shared)
         if not shared.tokens:
             return drafted
-        self._hold(translated_B, drafted)
+        (own_BN,) = devices.read(drafted.tokens_BN)
+        self._hold(translated_B, own_BN, drafted.counts_B)
         q_BNV = torch.stack(shared.rows_q, 1) if shared.rows_q else None
         tokens_BN = torch.stack(shared.tokens, 1)
         return Proposal(tokens_BN, drafted.counts_B, None, q_BNV, drafted.steps)
@@ -156,8 +157,8 @@ class OtherVocabulary(StatelessDrafter):
         room_B = self._within_room(translated_B, wanted_B)
         likeliest = _likeliest(self.model)
         drafted = self.chain.propose(translated_B, room_B, [Fixed()] * len(room_B), likeliest)
-        self._hold(translated_B, drafted)
         (own_BN,) = devices.read(drafted.tokens_BN)
+        self._hold(translated_B, own_BN, drafted.counts_B)
         parts = zip(self._translations, own_BN, drafted.counts_B, budgets_B, stopping_B)
         tokens_B = [
             cut(translation.continued(own[:count], budget), policy) if count else []
@@ -184,13 +185,14 @@ class OtherVocabulary(StatelessDrafter):
         self.model.truncate(kept_B)
         self._held_B = [held[:kept] for held, kept in zip(self._held_B, kept_B, strict=True)]
 
-    def _hold(self, translated_B: list[list[int]], drafted: Proposal) -> None:
+    def _hold(
+        self, translated_B: list[list[int]], own_BN: list[list[int]], counts_B: Sequence[int]
+    ) -> None:
         """Note the tokens that the cache may hold: the text's and the drafted ones."""
-        (own_BN,) = devices.read(drafted.tokens_BN)
         self._held_B = [
             [*translated, *own] if count else held
             for translated, own, count, held in zip(
-                translated_B, own_BN, drafted.counts_B, self._held_B, strict=True
+                translated_B, own_BN, counts_B, self._held_B, strict=True
             )
         ]
 
