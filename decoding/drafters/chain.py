@@ -151,8 +151,8 @@ class ChainDrafter(StatelessDrafter):
         chooser: Chooser,
     ) -> Proposal | None:
         """Draft the chains outside Python (`Target.chain_call`), or return None if it cannot."""
-        samples = chooser.tests_q or chooser.rule == "coupled"
-        samples, reads = samples and not chooser.warper.truncates, stopping_B[0].reads
+        reads, is_random = stopping_B[0].reads, chooser.tests_q or chooser.rule == "coupled"
+        samples = is_random and not chooser.warper.truncates
         if chooser.processors is not None or reads not in ("nothing", "confidence"):
             return None
         if not samples and not chooser.drafts_likeliest:
