@@ -116,7 +116,7 @@ def _measure(
     # first, as an engine that refuses a drafter should do so before an hour of measuring
     engine_rows = measure_engines(cfg, loaded, plan, folder.path) if plan.arms else []
     rows, records = list[Row](), list[Record]()
-    if OURS in engine_names(cfg):
+    if OURS in engine_names(cfg) and loaded.facts:
         rows, records = _measure_ours(cfg, loaded, folder, clock)
         rows = with_coverage(rows, loaded.bench, records)
     write_rows(results, [*rows, *engine_rows])
@@ -207,7 +207,7 @@ def _print_plan(cfg: EvalConfig) -> None:
         print(f"engines: {describe_arms(plan.arms)}")
     for note in plan.not_run:
         print(f"not run by other engines: {note}")
-    if OURS not in engine_names(cfg):
+    if OURS not in engine_names(cfg) or not loaded.facts:
         work = f"{len(benchmark.prompts)} prompts in each, {cfg.max_new_tokens} tokens each"
         print(f"would decode {work}, into {cfg.output_dir}")
         return

@@ -70,13 +70,13 @@ def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
 
 
 def describe(
-    entries: Sequence[Any], target: TargetConfig, control: bool
+    entries: Sequence[Any], target: TargetConfig, control: bool, may_be_empty: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Return drafter name -> the mapping that Hydra instantiates.
 
     control: add the control row at the end, unless an entry names it already. Raises UserError for
-    an empty result, an invalid entry, an unknown option, a class that cannot be imported, and two
-    drafters of the same name.
+    an empty result (unless may_be_empty), an invalid entry, an unknown option, a class that cannot
+    be imported, and two drafters of the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     asked = _expand_folders(entries)
@@ -92,7 +92,7 @@ def describe(
             )
         found[name] = {**mapping, "name": name}
         _check_options(name, found[name], [_find_class(name, mapping)])
-    if not found:
+    if not found and not may_be_empty:
         raise UserError(
             "drafters is empty and the control is off. Name at least one drafter, such as "
             "drafters=[runs/mine]."

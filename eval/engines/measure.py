@@ -6,6 +6,7 @@ in time, and a slower machine slows them all.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -43,6 +44,10 @@ STEADY = 1.5  # an arm is warm when a prompt is not faster than the one before b
 # Pause before each arm. An engine's threads go on spinning for up to 0.2 s after its answer, beside
 # the arm that comes next, which is the same one in every rotation.
 PAUSE_SECONDS = 0.3
+# Tokens of a short text, and of its answer, that an arm then decodes untimed. While an engine waits
+# for the others, the caches and a virtual machine's host drop its memory, which made SmolLM2's
+# first token take 350 instead of 130 ms after five idle seconds.
+WAKING_PROMPT, WAKING_ANSWER = 8, 4
 _REMEDY = "Delete it and engine_records.jsonl: the engines are measured again"
 
 
@@ -213,12 +218,17 @@ class EngineSession:
         trials = self.plan.trials(self.cfg, task.condition)
         rows = [_request(task, sample, turn, row) for row in range(len(prompts_ids))]
         results: dict[Trial, list[BatchResult]] = {trial: [] for trial in trials}
+        # The ends of the prompts, as an engine could reuse their beginnings.
+        short = [ids[-WAKING_PROMPT:] for ids in prompts_ids]
         for again in range(self.cfg.repeats):
             for trial in rotate(trials, task.unit + turn + sample + again):
                 time.sleep(PAUSE_SECONDS)
-                result = self._decode(
-                    trial, prompts_ids, self._sampling(task.condition, trial, rows[0]), rows
+                sampling = self._sampling(task.condition, trial, rows[0])
+                waking = dataclasses.replace(
+                    sampling, max_new_tokens=min(WAKING_ANSWER, sampling.max_new_tokens)
                 )
+                self._decode(trial, short, waking, rows)
+                result = self._decode(trial, prompts_ids, sampling, rows)
                 results[trial].append(result)
         return {trial: median_result(repeats) for trial, repeats in results.items()}
 

@@ -136,7 +136,11 @@ def load(cfg: EvalConfig) -> Loaded:
     """
     folder, device = resolve_model(cfg.target.path), device_of(cfg.target.device)
     chosen = drafter_list.with_execution(cfg.target, folder)
-    mappings = drafter_list.describe(cfg.drafters, chosen, cfg.prompt_lookup_control)
+    # engines are compared without a drafter too
+    no_drafter = not isinstance(cfg.engine, str) and len(cfg.engine) > 1
+    mappings = drafter_list.describe(
+        cfg.drafters, chosen, cfg.prompt_lookup_control, may_be_empty=no_drafter
+    )
     uses = drafter_list.uses(
         mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
     )

@@ -47,6 +47,7 @@ class Options(BenchOptions):
     temperatures: list[float] = field(default_factory=lambda: [0.0])  # 0: greedy
     max_prompts: int = 24  # prompts, spread over the file's categories
     max_new_tokens: int = 96  # tokens of every answer
+    lookup: bool = True  # n-gram lookup as well
     num_draft_tokens: int = 2  # draft length in every engine
     max_length: int = 2048  # the most tokens of a row, if the target's context has as many
     rounds: int = 3  # runs of each generation, at least 3
@@ -80,7 +81,8 @@ def overrides(chosen: Options, target: Path, dtype: str, folder: str) -> list[st
         f"target.path={target}",
         f"target.dtype={dtype}",
         f"target.max_length={min(chosen.max_length, context)}",
-        f"drafters=[{','.join([*drafters, 'prompt_lookup'])}]",
+        f"drafters=[{','.join(drafters)}]",
+        f"prompt_lookup_control={chosen.lookup}",
         "benchmark=file",
         f"benchmark.path={resolve(chosen.prompts)}",
         "benchmark.spread=true",
@@ -145,6 +147,8 @@ def main() -> None:
             rows = read_all_rows(Path(folder) / "results.jsonl")[1]
             lines = over_the_fastest(rows, chosen.rounds)
             print("\n".join([f"{target.name}, {dtype}", *lines]))
+    if not (chosen.drafter or chosen.lookup):
+        return  # eval.compare compares drafters
     compared = [f"runs=['{chosen.output_dir}/*']", f"output_dir={chosen.output_dir}_compared"]
     run("eval.compare", compared)
 

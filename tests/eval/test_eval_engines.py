@@ -346,6 +346,20 @@ def test_an_engine_alone_has_a_page_and_no_rows_to_compare(engine_home):
 
 
 @pytest.mark.long
+def test_engines_are_compared_without_a_drafter_and_one_alone_is_not(engine_home):
+    nothing = {"drafters": [], "prompt_lookup_control": False}
+    folder = run(engine_config(engine_home, "plain", **nothing))
+    rows, engine_rows = read_all_rows(folder / "results.jsonl")
+    assert not rows
+    assert {(row.engine, row.method) for row in engine_rows} == {
+        ("ours", "autoregressive"),
+        ("hf", "autoregressive"),
+    }
+    with pytest.raises(UserError, match="drafters is empty and the control is off"):
+        run(engine_config(engine_home, "one", engine="ours", **nothing))
+
+
+@pytest.mark.long
 def test_a_drafter_that_an_engine_refuses_is_named_with_its_words(engine_home, tmp_path):
     cfg = engine_config(engine_home, "refused", prompt_lookup_control=False)
     empty = tmp_path / "empty"
