@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import distill.pretrain
@@ -99,6 +99,28 @@ def test_a_target_without_a_tokenizer_is_named(tiny_target: Path, tmp_path: Path
     shutil.copytree(tiny_target, target, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
         run(configured(target, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("target", "computes non-finite logits .found nan.*Copy the model's weights again"),
+        ("student", "the loss is nan .* at step 1, .*Check the folder that they come from"),
+    ],
+)
+def test_weights_with_nan_are_named_before_a_step(
+    broken: str, words: str, finished: Path, tiny_target: Path, tmp_path: Path
+):
+    source = tiny_target if broken == "target" else finished / "drafter"
+    folder = shutil.copytree(source, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    target = folder if broken == "target" else tiny_target
+    student = ["student.init=folder", f"student.path={folder}"] if broken == "student" else []
+    with pytest.raises(UserError, match=words):
+        run(configured(target, tmp_path / "run", *student))
+    assert not (tmp_path / "run" / "drafter").exists()
 
 
 def test_the_recorded_command_repeats_the_run(
