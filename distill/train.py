@@ -293,7 +293,7 @@ def finish(
     chain = f"block efficiency {best[BLOCK_EFFICIENCY]:.2f}" if BLOCK_EFFICIENCY in best else ""
     figures = [
         f"held-out acceptance {best['acceptance']:.3f} at temperature "
-        f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy",
+        f"{config.held_out.temperature or 1:g}, {best['greedy_acceptance']:.3f} greedy",
         chain,
         describe_prediction(best),
         f"after {progress.seconds:.0f} s of training; drafter: {folder}",
