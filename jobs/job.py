@@ -99,6 +99,8 @@ def _command(
     # Makes Hydra raise its errors instead of printing them with advice.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     translate_errors(started)
+    if sweep.stopped is not None:
+        raise sweep.stopped
     if single:  # outside of Hydra, whose frames would fill every traceback
         run_typed(single[0], job, schema, function, check)
     if sweep.failed:
@@ -227,15 +229,27 @@ class Sweep:
         self.failed: list[str] = []  # descriptions of the failed members
         overrides = OverridesParser.create().parse_overrides(_only_overrides(arguments))
         self._varying = {one.key_or_group for one in overrides if one.is_sweep_override()}
+        self.stopped: Interrupted | None = None  # by a signal
         self._count = 0
         self._barrier: ranks.RankBarrier | None = None
 
     def run(self, composed: DictConfig) -> None:
         """Run one member in a new folder and process. A failure does not stop the other members.
 
+        A signal does, but Hydra would report it as an error of the job, so it is kept in `stopped`.
         Under a launcher other than Hydra's default, such as submitit, members do not share the list
         of failures, so a failure raises UserError.
         """
+        if self.stopped is not None:
+            return
+        try:
+            self._run(composed)
+        except Interrupted as stop:
+            if not _is_local():
+                raise
+            self.stopped = stop
+
+    def _run(self, composed: DictConfig) -> None:
         varying = [
             text
             for text in HydraConfig.get().overrides.task
@@ -257,8 +271,13 @@ class Sweep:
             return
         folder = Path(config.output_dir)
         self.failed.append(f"'{folder.name}' with status {status} ({folder})")
-        if not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+        if not _is_local():
             raise UserError(f"a member of the sweep failed: {self.failed[-1]}")
+
+
+def _is_local() -> bool:
+    """Whether Hydra's default launcher runs the members of a sweep, all in this process."""
+    return str(HydraConfig.get().launcher._target_).endswith("BasicLauncher")
 
 
 def _only_overrides(arguments: list[str]) -> list[str]:

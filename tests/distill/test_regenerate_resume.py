@@ -200,6 +200,21 @@ def test_a_kill_in_the_middle_changes_nothing(
     assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
 
 
+def test_a_signal_ends_a_sweep_with_a_message_of_each_process(home: Path, tmp_path: Path):
+    """Check that no further member starts, and that Hydra reports no error of the job."""
+    process = start(home, tmp_path, "-m", "seed=0,1", fork_children=True)
+    wait_for_answers(process, tmp_path / "seed=0" / "answers" / "rank_0.jsonl", 5)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    said = [line for line in words.splitlines() if "interrupted" in line]
+    assert said[-1] == (
+        "interrupted: distill.regenerate was stopped by a signal. Run the same command to continue"
+    )
+    assert len(said) <= 2 and "Error" not in words, words
+    assert not (tmp_path / "seed=1").exists()
+
+
 @pytest.mark.long
 def test_two_ranks_write_the_bytes_of_one_process(home: Path, straight: Path, tmp_path: Path):
     process = start(home, tmp_path, "parallel=ddp", "parallel.processes=2", fork_children=True)
