@@ -24,6 +24,7 @@ from eval.report.plots import (
     draw_errorbar,
     make_axes,
     make_plot,
+    shift,
     shorten,
 )
 from eval.statistics.comparison.entries import Entry
@@ -41,8 +42,8 @@ FILE_NAMES = {"parameters": "pareto", "training_tokens": "training"}
 def styles_of_entries(entries: Sequence[Entry]) -> Styles:
     """Return the style of each drafter by name; the control is grey in all plots."""
     drafters = [entry for entry in _in_order(entries) if entry.row.drafter != CONTROL]
-    styles = drafter_styles({entry.name: entry.series for entry in drafters})
-    return {entry.name: styles.get(entry.name, Style()) for entry in entries}
+    styles = drafter_styles({entry.plotted: entry.series for entry in drafters})
+    return {entry.name: styles.get(entry.plotted, Style()) for entry in entries}
 
 
 def panel_plots(panel: Panel, styles: Styles) -> list[Plot]:
@@ -65,7 +66,8 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
 def _label(entry: Entry) -> str:
     if entry.row.drafter == CONTROL:
         return "prompt lookup, the control"
-    return f"{shorten(entry.name, 13)}, drafts nothing" if entry.idle else shorten(entry.name)
+    name = entry.plotted
+    return f"{shorten(name, 13)}, drafts nothing" if entry.idle else shorten(name)
 
 
 def _point(axes: Axes, x: float, entry: Entry, style: Style, label: str, hollow: bool) -> None:
@@ -92,8 +94,9 @@ def depth(panel: Panel, styles: Styles) -> Plot:
 
     def x(entry: Entry) -> float:
         """Return the layers, shifted a little where several drafters have the same number."""
-        same = [e.name for e in drawn if e.row.drafter_layers == entry.row.drafter_layers]
-        return entry.row.drafter_layers + 0.07 * (same.index(entry.name) - (len(same) - 1) / 2)
+        same = [e.plotted for e in drawn if e.row.drafter_layers == entry.row.drafter_layers]
+        places = list(dict.fromkeys(same))
+        return entry.row.drafter_layers + shift(places.index(entry.plotted), len(places), 0.07)
 
     for name in dict.fromkeys(entry.series for entry in drawn if entry.series):
         line = [entry for entry in drawn if entry.series == name and not entry.idle]
@@ -135,7 +138,8 @@ def acceptance(panel: Panel, styles: Styles) -> Plot:
     for entry in drawn:
         style, at_alpha = styles[entry.name], [entry.alpha or 0.0]
         look: dict[str, Any] = {"color": style.colour, "markersize": 7}
-        axes.plot([entry.row.cost_ratio], at_alpha, style.marker, label=shorten(entry.name), **look)
+        name = shorten(entry.plotted)
+        axes.plot([entry.row.cost_ratio], at_alpha, style.marker, label=name, **look)
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from statistics import mean
 from typing import Any
 
 from eval.report import text
@@ -32,9 +34,10 @@ ACCEPTANCE_AND_COSTS = (
 # Columns of both that narrow terminals leave out.
 SPARE = (
     *("shared prompts", "alone", "parameters", "best other", "tokens/s", "not looping", "output"),
-    *("by depth", "predicted", "overhead", "trained on", "drafted", "bytes/step", "t_draft"),
+    *("predicted", "overhead", "trained on", "drafted", "bytes/step", "t_draft", "by depth"),
     *("V", "tau"),
 )
+SPARE_OF_MEANS = ("seeds", "by depth", "V", "tau")
 
 
 def entry_name(entry: Entry) -> str:
@@ -71,6 +74,55 @@ def panel_tables(panel: Panel, title: str = "") -> list[Table]:
         make_table(title, [{n: row[n] for n in names} for row in rows], (), SPARE)
         for names in (OUTCOME, ACCEPTANCE_AND_COSTS)
     ]
+
+
+def seeds_table(panel: Panel, title: str = "") -> Table:
+    """Return a table of each drafter's means over its seeds, the fastest first.
+
+    It has no rows if no run repeats another one.
+    """
+    repeated: dict[str, list[Entry]] = {}
+    for entry in panel.fastest:
+        if entry.seeds:
+            repeated.setdefault(entry.row.drafter, []).append(entry)
+    means = {
+        name: mean(entry.ranked_speedup.value for entry in entries)
+        for name, entries in repeated.items()
+    }
+    order = sorted(means, key=lambda name: -means[name])
+    seeds = sorted({entry.row.seed for entries in repeated.values() for entry in entries})
+    words = f"means over the seeds {', '.join(map(str, seeds))}"
+    title = f"{title}, {words}" if title else words.capitalize()
+    return make_table(title, [_mean_cells(repeated[name]) for name in order], (), SPARE_OF_MEANS)
+
+
+def _mean_cells(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the cells of a drafter's means over its seeds."""
+    rows = [entry.row for entry in entries]
+    depths = zip_longest(*(row.alpha_by_depth for row in rows))
+    verifying = [row.target_ms_per_round / row.t_target_ms[1] for row in rows]
+    return {
+        "drafter": text.drafter_label(rows[0]),
+        "seeds": str(len(rows)),
+        "speedup [range]": _mean_and_range(row.speedup for row in rows),
+        "not looping [range]": _mean_and_range(row.headline_speedup for row in rows),
+        "alpha": number(_mean(row.alpha for row in rows)),
+        "by depth": rates([_mean(depth) for depth in depths]),
+        "tau": number(_mean(row.tau for row in rows)),
+        "c": number(_mean(row.cost_ratio for row in rows), 3),
+        "V": number(mean(verifying)),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if there is none."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def _mean_and_range(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return with_interval(mean(known), min(known), max(known)) if known else NONE
 
 
 def panel_losses(panel: Panel) -> Table:

@@ -22,6 +22,7 @@ from eval.report.plots import (
     draw_errorbar,
     make_axes,
     make_plot,
+    shift,
     shorten,
 )
 from eval.report.text import count_label
@@ -41,8 +42,7 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
     names = list(dict.fromkeys(row.drafter for row in rows))
     for index, name in enumerate(names):
         mine = sorted((r for r in rows if r.drafter == name), key=lambda r: r.num_draft_tokens)
-        shift = 0.06 * (index - (len(names) - 1) / 2)  # keeps intervals apart
-        gammas = [row.num_draft_tokens + shift for row in mine]
+        gammas = [row.num_draft_tokens + shift(index, len(names), 0.06) for row in mine]
         predicted = [np.nan if r.unreliable else r.predicted_speedup or np.nan for r in mine]
         axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), color=styles[name].colour)
         speeds = [_speedup(row) for row in mine]

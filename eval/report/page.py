@@ -120,7 +120,15 @@ def comparison_page(
     entries = [entry for panel in panels for entry in panel.entries]
     targets = dict.fromkeys(panel.setting.target for panel in panels)
     threads = [text.count_label(one.rows[0].threads, "thread") for one in evaluations]
-    shown = [table for panel in panels for table in comparison_tables.panel_tables(panel)]
+    shown = [
+        table
+        for panel in panels
+        for table in (
+            comparison_tables.seeds_table(panel),
+            *comparison_tables.panel_tables(panel),
+        )
+        if table.rows
+    ]
     return PAGES.get_template("comparison.html.j2").render(
         title=f"Drafters compared: {', '.join(targets)}",
         warnings=[
@@ -130,7 +138,7 @@ def comparison_page(
         engine_tables=engines_compared.compared_engine_tables(evaluations),
         engine_notes=engines_compared.compared_engine_notes(evaluations),
         cards=[_panel_card(panel) for panel in panels],
-        drafters=len({entry.name for entry in entries if entry.row.drafter != CONTROL}),
+        drafters=len({entry.plotted for entry in entries if entry.row.drafter != CONTROL}),
         machines=dict.fromkeys(
             f"{one.rows[0].hardware} with {label}, {one.rows[0].dtype}"
             for one, label in zip(evaluations, threads, strict=True)

@@ -34,6 +34,7 @@ SETTINGS: dict[Any, Any] = {
     **{"lines.linewidth": 1.6, "lines.markersize": 4.5},
 }
 DOTS_PER_INCH = 200
+WIDEST_SHIFT = 0.7  # distance of the outer ones of several points at the same number
 _serial = itertools.count()
 
 
@@ -98,6 +99,15 @@ class Plot:
 
 def shorten(name: str, most: int = 29) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def shift(index: int, count: int, step: float) -> float:
+    """Return the shift of one of `count` points at the same number, which keeps them apart.
+
+    step: distance of neighbours, smaller where there are so many points that they would reach those
+    of the next number.
+    """
+    return min(step, WIDEST_SHIFT / max(1, count - 1)) * (index - (count - 1) / 2)
 
 
 def make_axes(

@@ -18,6 +18,7 @@ from eval.report.comparison_tables import (
     differences_table,
     panel_losses,
     panel_tables,
+    seeds_table,
 )
 from eval.report.evaluation_tables import (
     budgets_table,
@@ -70,7 +71,7 @@ def print_comparison(
     tables = []
     for panel in panels:
         title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
-        tables += [*panel_tables(panel, title), panel_losses(panel)]
+        tables += [seeds_table(panel, title), *panel_tables(panel, title), panel_losses(panel)]
     tables += [differences_table(panels, evaluations), *of_engines]
     notes = [*comparison_notes(evaluations), *engine_notes]
     warnings = [*comparison_warnings(evaluations), *engine_warnings]

@@ -68,6 +68,13 @@ class Entry:
     training_tokens: int | None
     prompts: str = HEADLINE
     series: str = ""  # points of one series differ in depth alone, and are joined
+    # of the runs that repeat this drafter, each with another seed; empty: no run repeats it
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def plotted(self) -> str:
+        """Name in plots, in which the runs of other seeds look alike."""
+        return self.row.drafter if self.seeds else self.name
 
     @property
     def speedup(self) -> Interval | None:
@@ -131,13 +138,34 @@ def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
     for evaluation in evaluations:
         for row in evaluation.rows:
             runs_of.setdefault(row.drafter, set()).add(evaluation.label)
+    seeds_of = _find_seeds(evaluations)
     entries = []
     for evaluation in evaluations:
         for row in evaluation.rows:
             several = len(runs_of[row.drafter]) > 1
             name = f"{row.drafter} ({evaluation.label})" if several else row.drafter
-            entries.append(_entry(evaluation, row, name, prompts))
+            entry = _entry(evaluation, row, name, prompts)
+            entries.append(dataclasses.replace(entry, seeds=seeds_of.get(row.drafter, ())))
     return entries
+
+
+def _find_seeds(evaluations: Sequence[Evaluation]) -> dict[str, tuple[int, ...]]:
+    """Return the seeds of each drafter that several runs repeat.
+
+    A run repeats another one if both have drafters of the same names and sizes, and another seed.
+    """
+    runs: dict[str, list[tuple[int, frozenset[tuple[str, int, int]]]]] = {}
+    for evaluation in evaluations:
+        sizes = ((r.drafter, r.drafter_layers, r.drafter_parameters) for r in evaluation.rows)
+        run = evaluation.rows[0].seed, frozenset(sizes)
+        for drafter in dict.fromkeys(row.drafter for row in evaluation.rows):
+            runs.setdefault(drafter, []).append(run)
+    found = {}
+    for drafter, those in runs.items():
+        seeds = {seed for seed, _ in those}
+        if len(those) > 1 and len(seeds) == len(those) and len({sizes for _, sizes in those}) == 1:
+            found[drafter] = tuple(sorted(seeds))
+    return found
 
 
 def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
