@@ -22,6 +22,7 @@ from training.config import check_values
 from training.data.from_config import data_files, held_out_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample, collate
+from training.doctor import begin
 from training.drafter_folder import write_model
 from training.job import fit_recorded
 from training.models.build import build_llama, dtype_of, load_causal_lm
@@ -78,13 +79,17 @@ class Pretrain(Job[PretrainConfig]):
             model.load_state_dict(
                 load_causal_lm(resolve_model(config.init_from), model.dtype).state_dict()
             )
-        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        printed: list[str] = []
+        data = training_data(
+            tokenizer, config.data, config.loop, config.seed, parallel.is_main, printed
+        )
         held_out = held_out_samples(tokenizer, config.data, parallel.is_main)
         if parallel.is_main:
             size = model.num_parameters() / 1e6
             print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
             print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
-            print(f"plan: {describe_plan(config.loop, data)}")
+            print(plan := f"plan: {describe_plan(config.loop, data)}")
+            begin(config, tokenizer, data, model, (), run.path, [*printed, plan])
         objective = LanguageModelling(model)
 
         def evaluate() -> dict[str, float]:

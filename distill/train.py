@@ -37,6 +37,7 @@ from training.config import check_values, held_out_rules
 from training.data.from_config import data_files, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData
+from training.doctor import begin
 from training.drafter_folder import Provenance, close_run, origin_of, write_model
 from training.export import load_checkpoint, saved_run
 from training.features.teacher_cache import CachedTeacher, teacher_cache
@@ -98,7 +99,10 @@ class Distil(TargetJob[TrainConfig]):
         if config.loop.compile and not parallel.shards_state:
             compile_layers(teacher)
         student = build_student(config.student, teacher, dtype, target_folder)
-        data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+        printed: list[str] = []
+        data = training_data(
+            tokenizer, config.data, config.loop, config.seed, parallel.is_main, printed
+        )
         stop = stop_tokens(target_folder, tokenizer)
         special = {*tokenizer.all_special_ids, *stop}
         restrict_vocabulary(student, config.student, data.samples, special, parallel.is_main)
@@ -115,8 +119,12 @@ class Distil(TargetJob[TrainConfig]):
             on_main = answers_and_costs(target_folder, tokenizer, config, run.path, timing)
         answers, costs = parallel.broadcast(on_main)
         held_out = make_held_out(config, student, teacher, tokenizer, parallel, answers, costs)
+        texts_data = data
         data = add_student_rows(data, student, teacher, config, parallel, stop)
-        texts = report_texts(data, student, teacher, answers, config, parallel)
+        texts = report_texts(data, student, teacher, answers, config, parallel, printed)
+        if parallel.is_main:
+            printed.append(f"plan: {describe_plan(config.loop, data)}")
+            begin(config, tokenizer, texts_data, student, stop, run.path, printed)
         progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
         if parallel.is_main:
             finish(config, run, student, target_folder, progress, texts)

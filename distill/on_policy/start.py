@@ -50,11 +50,13 @@ def report_texts(
     answers: list[Sample],
     config: TrainConfig,
     parallel: Parallel,
+    printed: list[str],
 ) -> dict[str, dict[str, float]]:
     """Measure the training data, the target's text and the student's, and print a table of them.
 
     answers: the target's answers to the held-out prompts. The student's text is measured if it is
-    trained on. All ranks must call it. Returns the figures for the manifest.
+    trained on. printed: receives the table. All ranks must call it. Returns the figures for the
+    manifest.
     """
     found = measure_texts(data, answers, teacher, student)
     if isinstance(data, OnPolicyData):
@@ -68,7 +70,8 @@ def report_texts(
             print(_describe_plan(data, pace))
     if parallel.is_main:
         own = {"target": config.held_out.temperature, "student": config.on_policy.temperature}
-        print(describe_texts(found, own))
+        print(table := describe_texts(found, own))
+        printed.append(table)
     return {name: figures.values() for name, figures in found.items()}
 
 

@@ -45,31 +45,43 @@ _STDLIB = "embedded:stdlib"
 
 
 def training_data(
-    tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
+    tokenizer: Any,
+    data: DataConfig,
+    loop: LoopConfig,
+    seed: int,
+    show: bool = True,
+    printed: list[str] | None = None,
 ) -> PackedData:
     """Return the train split in packed rows, loop.tokens_per_step tokens per optimizer step.
 
-    Domains, if any, are mixed. show: print counts and warnings. Raises UserError for an empty
-    split, unreadable data, or a step that holds no row.
+    Domains, if any, are mixed. show: print counts and warnings. printed: receives the lines of
+    counts. Raises UserError for an empty split, unreadable data, or a step that holds no row.
     """
-    made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
+    texts = training_texts(tokenizer, data, show, printed)
+    made = row_data(texts, data, rows_of_step(data, loop), seed)
     if show and isinstance(made, MixedData):
         print(made.describe())
     return made
 
 
 def training_texts(
-    tokenizer: Any, data: DataConfig, show: bool = True
+    tokenizer: Any, data: DataConfig, show: bool = True, printed: list[str] | None = None
 ) -> dict[str, Sequence[Sample]]:
-    """Return the samples of the train split by domain; without domains, under the name ""."""
+    """Return the samples of the train split by domain; without domains, under the name "".
+
+    printed: receives the lines of counts.
+    """
     if show and (shared := trained_and_held_out(data)):
         print(
             f"warning: both trained on and held out: {', '.join(shared)}. Figures measured there "
             f"do not generalize to other text. Hold out another file"
         )
     if not data.domains:
-        return {"": read_samples(tokenizer, data, "train", show)}
-    return {name: _domain_samples(tokenizer, data, name, "train", show) for name in data.domains}
+        return {"": read_samples(tokenizer, data, "train", show, printed=printed)}
+    return {
+        name: _domain_samples(tokenizer, data, name, "train", show, printed)
+        for name in data.domains
+    }
 
 
 def row_data(
@@ -131,9 +143,15 @@ def held_out_samples(
 
 
 def _domain_samples(
-    tokenizer: Any, data: DataConfig, name: str, split: corpus.Split, show: bool
+    tokenizer: Any,
+    data: DataConfig,
+    name: str,
+    split: corpus.Split,
+    show: bool,
+    printed: list[str] | None = None,
 ) -> Sequence[Sample]:
-    return read_samples(tokenizer, domain_data(data, name), split, show, f"data.domains.{name}")
+    key = f"data.domains.{name}"
+    return read_samples(tokenizer, domain_data(data, name), split, show, key, printed)
 
 
 def sample_evenly(samples: Sequence[Sample], tokens: int) -> Sequence[Sample]:
@@ -259,11 +277,17 @@ def _files(data: DataConfig, what: str, split: corpus.Split) -> list[Source]:
 
 
 def read_samples(
-    tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
+    tokenizer: Any,
+    data: DataConfig,
+    split: corpus.Split,
+    show: bool = True,
+    key: str = "data",
+    printed: list[str] | None = None,
 ) -> Sequence[Sample]:
     """Return the samples of the `train` or `held_out` split; with `show`, print their counts.
 
-    key: configuration key of the paths, for messages. Raises UserError for an empty split.
+    key: configuration key of the paths, for messages. printed: receives the lines of counts.
+    Raises UserError for an empty split.
     """
     samples, report = load_or_tokenize(
         tokenizer,
@@ -276,7 +300,9 @@ def read_samples(
     )
     domain = key.removeprefix("data").removeprefix(".domains.")
     for line in report.lines if show else ():
-        print(f"{domain} {split} {line}".lstrip())
+        print(counted := f"{domain} {split} {line}".lstrip())
+        if printed is not None:
+            printed.append(counted)
     if len(samples):
         return samples
     held = "" if split == "train" else "held_out_"

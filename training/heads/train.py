@@ -16,6 +16,7 @@ import torch
 
 from decoding.costs.prediction import Costs
 from decoding.drafters.registry import check_fits
+from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
 from decoding.models.folder import hash_input
 from decoding.models.load import DTYPES
@@ -29,6 +30,7 @@ from training.bounds import Progress
 from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
 from training.data.packing import PackedData, Sample, collate
+from training.doctor import begin
 from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
@@ -127,7 +129,10 @@ def train(job: HeadJob, run: Run) -> None:
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     target = freeze(load_causal_lm(target_folder, dtype))
-    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+    printed: list[str] = []
+    data = training_data(
+        tokenizer, config.data, config.loop, config.seed, parallel.is_main, printed
+    )
     check_predictions(data.samples, config.loss.predict_n_tokens)
     lm_head_VH = target.get_output_embeddings().weight.detach()
     head = build_head(kind, config.head, shape, lm_head_VH, data.samples, parallel.is_main)
@@ -151,7 +156,10 @@ def train(job: HeadJob, run: Run) -> None:
     evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers, costs)
     texts = measure_texts(data, answers, target)
     if parallel.is_main:
-        print(describe_texts(texts, {"target": config.held_out.temperature}))
+        print(about := describe_texts(texts, {"target": config.held_out.temperature}))
+        printed += [about, f"plan: {describe_plan(config.loop, data)}"]
+        stops = stop_tokens(target_folder, tokenizer)
+        begin(config, tokenizer, data, head, stops, run.path, printed)
     drafted = None
     if config.on_policy.share:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
