@@ -21,6 +21,7 @@ JOBS = {
     "recurrent_drafting.cmd.generate": "The same, with the flags of the published tool",
     "eval.run": "Measure drafters against autoregressive decoding and write a report",
     "eval.compare": "Compare measured drafters in one report",
+    "eval.doctor": "Find out why a drafter's acceptance is what it is",
 }
 USAGE = """Drafters that make large language models decode faster, without changing a word of their output.
 

@@ -20,6 +20,7 @@ SCHEMAS = {
     "distill.skip_search": "distill.config.SkipSearchConfig",
     "distill.train": "distill.config.TrainConfig",
     "eval.compare": "eval.config.CompareConfig",
+    "eval.doctor": "eval.doctor.config.DoctorConfig",
     "eval.run": "eval.config.EvalConfig",
     "heads.train": "heads.train.schema_for",
     "recurrent_drafting.generate": "serving.config.GenerateConfig",

@@ -33,6 +33,7 @@ DRY_RUNS = {
     "distill.skip_search": "",
     "distill.train": "",
     "eval.compare": "runs=[runs/eval.run/default]",
+    "eval.doctor": "drafter=prompt_lookup",
     "eval.run": "drafters=[prompt_lookup]",
     "heads.train": "head=medusa",
     "recurrent_drafting.generate": "",

@@ -23,6 +23,7 @@ import distill.regenerate.job
 import distill.skip_search
 import distill.train
 import eval.compare
+import eval.doctor.job
 import eval.measure.parts
 import eval.run
 import heads.train
@@ -58,6 +59,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
     "eval.compare": eval.compare.run,
+    "eval.doctor": eval.doctor.job.run,
     "eval.run": eval.run.run,
     "heads.train": heads.train.run,
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
@@ -87,6 +89,7 @@ TOY = {
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4 "
     "held_out.costs=none",
     "eval.compare": "dry_run=true",
+    "eval.doctor": "max_prompts=4 max_new_tokens=8",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
     "heads.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "

@@ -23,6 +23,7 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from eval.doctor.config import DoctorConfig
 from heads.train import find_kind_name, schema_of
 from jobs import stages
 from jobs.amounts import PLANNED, add_planned_seconds, collect_planned_seconds
@@ -38,6 +39,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.regenerate": RegenerateConfig,
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
+    "eval.doctor": DoctorConfig,
     "eval.run": EvalConfig,
     "heads.train": schema_of("recurrent"),
     "recurrent_drafting.generate": GenerateConfig,
@@ -65,9 +67,8 @@ def experiments() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("job", SCHEMAS)
 def test_every_job_composes_with_its_schema(job: str):
-    config = typed(
-        composed(job, *(["drafters=[prompt_lookup]"] if job == "eval.run" else [])), SCHEMAS[job]
-    )
+    needed = {"eval.run": ["drafters=[prompt_lookup]"], "eval.doctor": ["drafter=FOLDER"]}
+    config = typed(composed(job, *needed.get(job, [])), SCHEMAS[job])
     assert config.job == job
     assert config.output_dir == f"runs/{job}/default"
 

@@ -264,6 +264,7 @@ GIVEN = {
     "distill.compact": ["model=FOLDER"],
     "distill.quality": ["model=FOLDER"],
     "eval.compare": ["runs=[RUN]"],
+    "eval.doctor": ["drafter=FOLDER"],
 }
 GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
 

@@ -75,6 +75,23 @@ class Probe:
         """Return the reading of the folder."""
         return next(reading for reading in self.readings if reading.as_stored)
 
+    @property
+    def chance(self) -> float:
+        """Return the largest agreement that the commonest token alone may reach."""
+        share, predictions = self.commonest, max(len(self.best.log_q_N), 1)
+        return share + SURE * math.sqrt(share * (1 - share) / predictions)
+
+    @property
+    def is_explained(self) -> bool:
+        """Return whether the best reading explains more than the commonest token does."""
+        return self.best.agreement > self.chance
+
+    @property
+    def is_misread(self) -> bool:
+        """Return whether another reading than the folder's explains the text better."""
+        gain_N = self.best.log_q_N - self.stored.log_q_N
+        return bool(gain_N.mean() > LEAST_GAIN) and _standard_errors(gain_N) > SURE
+
     def table(self) -> str:
         """Return the readings as lines of text."""
         lines = ["taps shifted  token shifted  agreement  nats"]
@@ -135,18 +152,14 @@ def check_reading(found: Probe, name: str) -> None:
             f"can be compared, expected {LEAST} or more. Its draft vocabulary is of another "
             f"tokenizer, or of other texts."
         )
-    chance = found.commonest + SURE * math.sqrt(
-        found.commonest * (1 - found.commonest) / predictions
-    )
-    if best.agreement <= chance:
+    if not found.is_explained:
         raise UserError(
             f"no reading of its taps and slots explains {name}: its predictions agree with "
             f"{best.agreement:.1%} of {predictions} tokens of the target's text, and the text's "
             f"commonest token alone with {found.commonest:.1%}. It is untrained, or of another "
             f"target."
         )
-    gain_N = best.log_q_N - stored.log_q_N
-    if gain_N.mean() > LEAST_GAIN and _standard_errors(gain_N) > SURE:
+    if found.is_misread:
         raise UserError(
             f"{name} is read in the wrong layout: its predictions agree with "
             f"{stored.agreement:.1%} of the target's text, and with {best.agreement:.1%} if "

@@ -1,0 +1,161 @@
+"""The examination: all probes, the acceptance in parts, and what is left if no fault is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decoding.costs.prediction import expected_tokens
+from eval.doctor.estimates import Counts, Estimate, rate
+from eval.doctor.findings import FAULT, Finding, ordered
+from eval.doctor.probes import conditions, files, learning, reading
+from eval.doctor.subject import Subject
+
+PROBES: tuple[Callable[[Subject], Finding], ...] = (
+    files.check_target,
+    files.check_folder,
+    reading.check_layout,
+    reading.check_cache,
+    conditions.check_template,
+    conditions.check_system,
+    conditions.check_thinking,
+    conditions.check_temperature,
+    conditions.check_dtype,
+    conditions.check_context,
+    learning.check_vocabulary,
+    learning.check_ends,
+    files.check_mask,
+    learning.check_on_policy,
+    learning.check_new_text,
+)
+LETTERS = "word start", "inside a word"
+CLASSES = ("special token", "space or new line", "digit", "punctuation", *LETTERS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The acceptance of some of the tests."""
+
+    group: str  # depth, category or token class
+    name: str
+    share: float  # of all tests
+    rate: Estimate
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Result of an examination."""
+
+    acceptance: Estimate
+    tau: float
+    prompts: int
+    tests: int
+    parts: list[Part]
+    findings: list[Finding]  # of all probes, in their order
+    bound: str  # what is left, in a sentence
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Return the faults, first cause first."""
+        return ordered(self.findings)
+
+
+def diagnose(subject: Subject) -> Diagnosis:
+    """Run all probes. Raises UserError if target or drafter cannot be decoded."""
+    served = subject.serve()
+    findings = [check(subject) for check in PROBES]
+    return Diagnosis(
+        rate(served.counts),
+        served.tau,
+        len(served.prompts),
+        int(served.counts.tested),
+        _parts(subject),
+        findings,
+        _bound(subject, findings),
+    )
+
+
+def _parts(subject: Subject) -> list[Part]:
+    """Return the acceptance by depth, by category of the prompts, and by class of token."""
+    served = subject.serve()
+    tests, size = served.tests, len(served.prompts)
+    categories = [one.category for one in subject.benchmark.prompts]
+    groups: list[tuple[str, Sequence[Any], np.ndarray]] = [
+        ("depth", range(1, int(tests.depth_E.max()) + 1), tests.depth_E),
+        ("category", [*dict.fromkeys(categories)], np.asarray(categories)[tests.prompt_E]),
+        ("token", CLASSES, _classes(subject)),
+    ]
+    parts = []
+    for group, names, values_E in groups:
+        for name in names:
+            among_E = values_E == name
+            if not among_E.any() or (group == "category" and len(names) == 1):
+                continue
+            found = tests.counts(size, among_E)
+            here_P = found.tested_P > 0
+            counts = Counts(found.accepted_P[here_P], found.tested_P[here_P])
+            parts.append(Part(group, str(name), float(among_E.mean()), rate(counts)))
+    return parts
+
+
+def _classes(subject: Subject) -> np.ndarray:
+    """Return the class of each tested token."""
+    served, tokenizer = subject.serve(), subject.tokenizer
+    special = {*tokenizer.all_special_ids, *subject.stop_token_ids}
+    texts: dict[int, str] = {}
+
+    def text(token: int) -> str:
+        if token not in texts:
+            piece = tokenizer.convert_ids_to_tokens(token) or ""
+            for mark, shown in (
+                ("\u2581", " "),
+                ("\u0120", " "),
+                ("\u010a", "\n"),
+                ("\u0109", "\t"),
+            ):
+                piece = piece.replace(mark, shown)
+            texts[token] = piece
+        return texts[token]
+
+    def name(token: int, before: int) -> str:
+        if token in special:
+            return CLASSES[0]
+        piece, last = text(token), text(before)[-1:]
+        if not piece.strip():
+            return CLASSES[1]
+        if any(character.isdigit() for character in piece):
+            return CLASSES[2]
+        if not any(character.isalnum() for character in piece):
+            return CLASSES[3]
+        continues = piece[0].isalnum() and last.isalnum() and before not in special
+        return LETTERS[continues]
+
+    pairs = zip(served.tests.token_E.tolist(), served.previous_E.tolist(), strict=True)
+    return np.asarray([name(token, before) for token, before in pairs])
+
+
+def _bound(subject: Subject, findings: Sequence[Finding]) -> str:
+    """Describe how much acceptance is left to gain, and by what."""
+    found = rate(subject.serve().counts)
+    gamma = subject.config.num_draft_tokens
+    tokens = expected_tokens([found.value], gamma) if found.value == found.value else 1.0
+    parts = [
+        f"At an acceptance of {found.value:.2f} a round of {gamma} drafted tokens emits "
+        f"{tokens:.2f}; at 1 it would emit {gamma + 1}."
+    ]
+    new_text = next(one for one in findings if one.cause == "new_text")
+    if new_text.loss is not None:
+        most = max(new_text.loss.value, 0.0)
+        parts.append(
+            f"More training chats can add about {most:.2f}: that much better is it on those that "
+            f"it has seen. What is missing beyond needs longer training or a larger drafter."
+        )
+    elif new_text.state != FAULT:
+        parts.append(
+            "How much of the rest is capacity and how much is data shows only with the training's "
+            "chats (chats=)."
+        )
+    return " ".join(parts)

@@ -1,0 +1,213 @@
+"""Probes of serving, measured both ways: template, system prompt, temperature, dtype, context."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from decoding.drafters.chain import ChainDrafter
+from eval.doctor.estimates import (
+    Counts,
+    Estimate,
+    difference,
+    difference_of_groups,
+    is_sure,
+    mean_by_prompt,
+)
+from eval.doctor.findings import FAULT, Finding, fine, unknown
+from eval.doctor.serving import Served
+from eval.doctor.subject import EXACT, Conditions, Rendering, Subject
+
+THOUGHTS = "<think>"
+
+
+def check_template(subject: Subject) -> Finding:
+    """Decode with the training's template, if prompts rendered by it differ."""
+    if subject.as_text:
+        return fine("template", "prompts are plain text", "no template")
+    trained = subject.trained_template
+    if trained is None:
+        return unknown("template", "needs a drafter folder with its card and a chat template")
+    serving = subject.serving
+    if subject.render(serving) == subject.render(Rendering(serving.system, *trained)):
+        return fine("template", "prompts have the training's tokens", "the same tokens")
+    return _compared(
+        subject,
+        "template",
+        "the serving template",
+        "the training's template",
+        "Serve with the template of the drafter's folder, or regenerate and train with this one",
+    )
+
+
+def check_system(subject: Subject) -> Finding:
+    """Decode with the system prompt of the training chats, if serving has another."""
+    if subject.as_text:
+        return fine("system", "prompts are plain text", "no system prompt")
+    trained = subject.trained_system
+    if trained is None:
+        return unknown("system", "needs the training's chats (chats=)")
+    if trained == subject.config.system:
+        return fine("system", _quoted(trained), "that of the training chats")
+    return _compared(
+        subject,
+        "system",
+        _quoted(subject.config.system),
+        f"{_quoted(trained)}, as in the training chats",
+        "Serve with the training's system prompt, or regenerate and train with this one",
+    )
+
+
+def _compared(subject: Subject, cause: str, now: str, usual: str, remedy: str) -> Finding:
+    """Return the finding of decoding with the training's rendering."""
+    served, other = subject.serve(), subject.serve(Conditions(usual=True))
+    loss = difference(other.counts, served.counts)
+    found = f"{served.counts.rate:.3f} accepted with {now}"
+    expected = f"{other.counts.rate:.3f} with {usual}"
+    if not is_sure(loss):
+        return fine(cause, found, expected, loss)
+    return Finding(cause, FAULT, found, expected, remedy, loss, "decoded both ways")
+
+
+def check_temperature(subject: Subject) -> Finding:
+    """Decode at the temperature of the card, if serving has another."""
+    trained = subject.card.get("acceptance", {}).get("temperature")
+    if trained is None:
+        return unknown("temperature", "needs a card with held-out figures")
+    serving = subject.config.temperature
+    if trained == serving:
+        return fine("temperature", f"{serving:g}", "that of the card")
+    served, other = subject.serve(), subject.serve(Conditions(temperature=float(trained)))
+    loss = difference(other.counts, served.counts)
+    found = f"{served.counts.rate:.3f} accepted at temperature {serving:g}"
+    expected = f"{other.counts.rate:.3f} at {trained:g}, for which its checkpoint was selected"
+    if not is_sure(loss):
+        return fine("temperature", found, expected, loss)
+    return Finding(
+        "temperature",
+        FAULT,
+        found,
+        expected,
+        f"Train with answers and held_out.temperature={serving:g}, or serve at {trained:g}",
+        loss,
+        "decoded at both temperatures",
+    )
+
+
+def check_dtype(subject: Subject) -> Finding:
+    """Decode in float32, if serving has a dtype of fewer bits."""
+    dtype = subject.config.target.dtype
+    if dtype in EXACT:
+        return fine("dtype", dtype, "exact")
+    served, exact = subject.serve(), subject.serve(Conditions(dtype="float32"))
+    loss = difference(exact.counts, served.counts)
+    found = f"{served.counts.rate:.3f} accepted in {dtype}"
+    expected = f"{exact.counts.rate:.3f} in float32"
+    if not is_sure(loss):
+        return fine("dtype", found, expected, loss)
+    return Finding(
+        "dtype",
+        FAULT,
+        found,
+        expected,
+        "Serve the drafter in float32 (drafter={use: FOLDER, dtype: float32}), or in bfloat16 "
+        "if this is float16",
+        loss,
+        "decoded in both",
+    )
+
+
+def check_context(subject: Subject) -> Finding:
+    """Compare the acceptance before and after the end of the context in training, or of its own."""
+    limits = {"the drafter's context": _own_context(subject)}
+    if length := subject.training.get("data", {}).get("max_length"):
+        limits["data.max_length of its training"] = int(length)
+    what, limit = min(limits.items(), key=lambda one: one[1])
+    served = subject.serve()
+    lengths_P = np.asarray([len(prompt) for prompt in served.prompts])
+    tests = served.tests
+    beyond_E = tests.place_E + lengths_P[tests.prompt_E] >= limit
+    if not beyond_E.any():
+        return fine("context", f"no token after the {limit:,}th", f"at most {limit:,}, {what}")
+    prompts = len(served.prompts)
+    within, beyond = tests.counts(prompts, ~beyond_E), tests.counts(prompts, beyond_E)
+    found = f"{beyond.rate:.3f} accepted after the {limit:,}th token"
+    silent = beyond_E & ~tests.drafted_E
+    if not within.tested:
+        if silent.sum() == beyond_E.sum():
+            return Finding(
+                "context",
+                FAULT,
+                "nothing is drafted",
+                f"prompts within {limit:,} tokens, {what}",
+                _longer(what),
+            )
+        return unknown("context", f"needs prompts within {limit:,} tokens, {what}")
+    loss = _loss_beyond(served, within, beyond)
+    expected = f"{within.rate:.3f}, as before it ({what})"
+    if not is_sure(loss):
+        return fine("context", found, expected, loss)
+    return Finding("context", FAULT, found, expected, _longer(what), loss, "compared by place")
+
+
+def _longer(what: str) -> str:
+    return f"Train with texts as long as those served: raise {what}"
+
+
+def _own_context(subject: Subject) -> int:
+    """Return the number of tokens that the drafter can read."""
+    drafter = subject.drafter(subject.config.target.dtype, False)
+    if subject.kind is None and isinstance(drafter, ChainDrafter):
+        return drafter.model.max_length
+    return subject.target_context
+
+
+def _loss_beyond(served: Served, within: Counts, beyond: Counts) -> Estimate:
+    """Return the acceptance within the limit less that of all tests."""
+    apart = difference_of_groups(_only_tested(within), _only_tested(beyond))
+    share = beyond.tested / served.counts.tested
+    return Estimate(apart.value * share, apart.error * share, apart.freedom)
+
+
+def _only_tested(counts: Counts) -> Counts:
+    """Return the counts of prompts that have tests."""
+    tested_P = counts.tested_P > 0
+    return Counts(counts.accepted_P[tested_P], counts.tested_P[tested_P])
+
+
+def check_thinking(subject: Subject) -> Finding:
+    """Compare how often answers begin with thoughts in serving and in the training chats."""
+    if not subject.chats:
+        return unknown("thinking", "needs the training's chats (chats=)")
+    served = subject.serve()
+    decoded = (subject.tokenizer.decode(answer) for answer in served.answers)
+    ours_P = np.asarray([THOUGHTS in text for text in decoded], dtype=float)
+    theirs_P = np.asarray(
+        [
+            any(THOUGHTS in one["content"] for one in chat.messages if one["role"] == "assistant")
+            for chat in subject.chats
+        ],
+        dtype=float,
+    )
+    ones = [mean_by_prompt(column_P, np.ones(len(column_P))) for column_P in (ours_P, theirs_P)]
+    found, expected = f"{ones[0].value:.0%} of the served answers think", f"{ones[1].value:.0%}"
+    error = float(np.hypot(ones[0].error, ones[1].error)) + 1 / (
+        2 * min(len(ours_P), len(theirs_P))
+    )
+    apart = Estimate(abs(ones[0].value - ones[1].value), error, min(one.freedom for one in ones))
+    if not is_sure(apart):
+        return fine("thinking", found, f"{expected} of the training chats")
+    return Finding(
+        "thinking",
+        FAULT,
+        found,
+        f"{expected}, as in the training chats",
+        "Regenerate the training chats in the mode that serves, and train again",
+    )
+
+
+def _quoted(system: str) -> str:
+    """Return a system prompt in a few words."""
+    if not system:
+        return "no system prompt"
+    short = " ".join(system.split())
+    return f"the system prompt '{short[:40]}{'...' if len(short) > 40 else ''}'"
