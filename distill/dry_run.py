@@ -256,6 +256,15 @@ def print_sizes(student: Any, target: Any, role: str = "target", name: str = "")
         print(note)
 
 
+def training_flops(student: Any, teacher: Any = None) -> float:
+    """Return the FLOPs of a training step for each token.
+
+    student, teacher: their Hugging Face configurations. teacher=None: no step runs a teacher.
+    """
+    judged = 0 if teacher is None else parameter_counts(teacher)["all"]
+    return float(6 * parameter_counts(student)["all"] + 2 * judged)
+
+
 def print_cost(
     config: TrainingJobConfig,
     loop: LoopConfig,
@@ -271,10 +280,9 @@ def print_cost(
     read a cache of the teacher instead of running it.
     """
     trained = parameter_counts(student)["all"]
-    runs_teacher = "target" in frozen and not cached
-    teacher = parameter_counts(frozen["target"])["all"] if runs_teacher else 0
-    flops_per_token = 6 * trained + 2 * teacher
-    terms = "6 x student + 2 x teacher" if teacher else "6 x student"
+    teacher = None if cached else frozen.get("target")
+    flops_per_token = training_flops(student, teacher)
+    terms = "6 x student + 2 x teacher" if teacher is not None else "6 x student"
     print(f"cost: {operations(flops_per_token)} a token ({terms})")
     flops = print_plan(loop, flops_per_token, config.assumed_tflops, "loop.max_steps")
     _print_memory(loop, config.parallel, student, frozen, frozen_dtype or loop.dtype)

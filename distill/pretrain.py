@@ -12,7 +12,7 @@ import torch
 
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
-from distill.dry_run import print_cost
+from distill.dry_run import print_cost, training_flops
 from distill.shapes import WIDEST
 from jobs.config_checks import refuse
 from jobs.job import job_main
@@ -89,7 +89,8 @@ class Pretrain(Job[PretrainConfig]):
             print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
             print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
             print(plan := f"plan: {describe_plan(config.loop, data)}")
-            begin(config, tokenizer, data, model, (), run.path, [*printed, plan])
+            flops = training_flops(model.config)
+            begin(config, tokenizer, data, model, (), run.path, flops, [*printed, plan])
         objective = LanguageModelling(model)
 
         def evaluate() -> dict[str, float]:

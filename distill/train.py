@@ -13,7 +13,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import check_value
 from distill.config import TrainConfig
 from distill.drafter_folder import draft_length, read_pruning, write_card
-from distill.dry_run import dry_run
+from distill.dry_run import dry_run, training_flops
 from distill.held_out import make_held_out, make_timing
 from distill.on_policy.start import add_student_rows, report_texts
 from distill.parallel_drafting.held_out import BLOCK_EFFICIENCY
@@ -124,7 +124,9 @@ class Distil(TargetJob[TrainConfig]):
         texts = report_texts(data, student, teacher, answers, config, parallel, printed)
         if parallel.is_main:
             printed.append(f"plan: {describe_plan(config.loop, data)}")
-            begin(config, tokenizer, texts_data, student, stop, run.path, printed)
+            runs_teacher = config.teacher.cache == NONE
+            flops = training_flops(student.config, teacher.config if runs_teacher else None)
+            begin(config, tokenizer, texts_data, student, stop, run.path, flops, printed)
         progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
         if parallel.is_main:
             finish(config, run, student, target_folder, progress, texts)

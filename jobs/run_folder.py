@@ -33,6 +33,7 @@ _FREE_KEYS = (
     "threads",
     "dry_run",
     "assumed_tflops",
+    "doctor",
     "tracker",
     "output_dir",
     "parallel",

@@ -207,6 +207,8 @@ class TrainingJobConfig(JobConfig):
 
     # sustained TFLOP/s of all ranks together, from which a dry run estimates hours
     assumed_tflops: float = 100.0
+    # before the first step, show a sample with its mask and what was checked, and write doctor.html
+    doctor: bool = True
     data: DataConfig = field(default_factory=DataConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -22,11 +22,12 @@ from rich.text import Text
 
 from decoding.errors import UserError
 from decoding.models.text.tokenizer_repair import PROBES
-from jobs.amounts import size
+from jobs.amounts import operations, size
 from jobs.files import write_text
 from training.config import DataConfig, LoopConfig
 from training.data.chat import render_chat
 from training.data.packing import PackedData, Sample
+from training.plan import describe_work, plan_tokens
 
 PAGE = "doctor.html"
 WIDTH = 120  # characters of a line without a terminal
@@ -35,14 +36,16 @@ MOST_SAMPLES = 4096  # whose ends are counted
 OPEN, CLOSE = "[[", "]]"  # around supervised text, where there are no colours
 # what templates write around turns: <|im_start|>, </s>, [INST]
 _MARKS = re.compile(r"<[|/]?[A-Za-z][\w:|-]*[|]?>|\[/?[A-Z_]+\]")
-# Adam's two moments, beside the weights
-_COPIES = 3
+# float32, beside the weights
+MOMENTS, MASTER = 8, 4  # bytes of a parameter: AdamW's two moments; the master of 16 bits
 
 
 class TrainingFields(Protocol):
     """Configuration of a job that trains on data."""
 
     job: str
+    doctor: bool
+    assumed_tflops: float
     data: DataConfig
     loop: LoopConfig
 
@@ -74,57 +77,54 @@ def begin(
     model: Any,
     stops: Sequence[int],
     folder: Path,
+    flops_per_token: float,
     printed: Sequence[str],
 ) -> None:
-    """Examine a training before its first step, print what was found, and write doctor.html."""
-    page = examine(
-        f"{config.job}: before the first step",
-        tokenizer,
-        data,
-        config.data,
-        config.loop,
-        model,
-        stops,
-        folder,
-        printed,
-    )
+    """Examine a training before its first step, print what was found, and write doctor.html.
+
+    Nothing is done with doctor=false. The arguments are those of `examine`.
+    """
+    if not config.doctor:
+        return
+    page = examine(config, tokenizer, data, model, stops, folder, flops_per_token, printed)
     show(page)
     write(page, folder)
 
 
 def examine(
-    title: str,
+    config: TrainingFields,
     tokenizer: Any,
     data: PackedData,
-    config: DataConfig,
-    loop: LoopConfig,
     model: Any,
     stops: Sequence[int],
     folder: Path,
+    flops_per_token: float,
     printed: Sequence[str] = (),
 ) -> Page:
     """Examine the data and the tokenizer of a training.
 
     model: what is trained, whose checkpoints need disk space. stops: token ids that end an answer.
-    folder: the run folder. printed: lines that were printed before, for the page.
+    folder: the run folder. flops_per_token: of a training step, the target's included. printed:
+    lines that were printed before, for the page.
     """
     number = _typical(data.samples)
     sample = data.samples[number]
     supervised = int(np.count_nonzero(sample.mask))
     checks, warnings = {}, []
     for subject, (found, wrong) in (
-        ("mask", _check_mask(data, config)),
+        ("mask", _check_mask(data, config.data)),
         ("ends", _check_ends(data.samples, tokenizer, stops)),
         ("tokenizer", _check_tokenizer(tokenizer)),
-        ("template", _check_template(tokenizer, config)),
-        ("disk", _check_disk(model, loop, folder)),
+        ("template", _check_template(tokenizer, config.data)),
+        ("cost", _describe_cost(config, data, flops_per_token)),
+        ("disk", _check_disk(model, config.loop, folder)),
     ):
         if found:
             checks[subject] = found
         if wrong:
             warnings.append(wrong)
     return Page(
-        title,
+        f"{config.job}: before the first step",
         f"sample {number + 1:,} of {len(data.samples):,}, {supervised:,} of {len(sample.ids):,} "
         f"tokens supervised",
         pieces_of(tokenizer, sample),
@@ -326,9 +326,25 @@ def _check_template(tokenizer: Any, config: DataConfig) -> tuple[str, str]:
     return found, ""
 
 
+def _describe_cost(
+    config: TrainingFields, data: PackedData, flops_per_token: float
+) -> tuple[str, str]:
+    """Describe the work of all steps, and the time that it takes."""
+    tflops = config.assumed_tflops
+    if config.loop.max_seconds:
+        at_most = f"at most {config.loop.max_seconds:g} s"
+        return f"{operations(flops_per_token)} a token, {at_most}", ""
+    plan = plan_tokens(config.loop, flops_per_token, tflops, data.tokens)
+    return describe_work(plan.words, flops_per_token * plan.tokens, tflops), ""
+
+
 def _check_disk(model: Any, loop: LoopConfig, folder: Path) -> tuple[str, str]:
-    trained = [one for one in model.parameters() if one.requires_grad]
-    needed = sum(one.numel() * one.element_size() for one in trained) * _COPIES
+    """Compare the size of the checkpoints that are kept with the free space of the disk."""
+    needed = 0
+    for one in model.parameters():
+        width = one.element_size()
+        optimizer = MOMENTS + (MASTER if width < MASTER else 0) if one.requires_grad else 0
+        needed += one.numel() * (width + optimizer)
     kept = needed * (loop.keep + 2)  # the best one, and one that is being written
     free = shutil.disk_usage(folder if folder.exists() else Path.cwd()).free
     found = f"{size(needed)} a checkpoint, {size(kept)} for all that are kept, {size(free)} free"

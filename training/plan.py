@@ -58,10 +58,15 @@ def plan_tokens(
     return TokenPlan(tokens, ", ".join(words))
 
 
-def print_work(what: str, flops: float, tflops: float) -> None:
-    """Print `what`, its FLOPs and the hours that they take at the assumed speed `tflops`."""
+def describe_work(what: str, flops: float, tflops: float) -> str:
+    """Return `what`, its FLOPs and the hours that they take at the assumed speed `tflops`."""
     seconds = flops / tflops / 1e12
-    print(f"{what}, {operations(flops)}, {hours(seconds)} at {tflops:g} TFLOP/s (assumed_tflops)")
+    return f"{what}, {operations(flops)}, {hours(seconds)} at {tflops:g} TFLOP/s (assumed_tflops)"
+
+
+def print_work(what: str, flops: float, tflops: float) -> None:
+    """Print what `describe_work` returns."""
+    print(describe_work(what, flops, tflops))
 
 
 def print_plan(

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
 from tests.support import tiny_folders
-from training.config import DataConfig, LoopConfig
+from training.config import DataConfig, LoopConfig, TrainingJobConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import Chat
 from training.data.samples import ChatRules, chat_samples
-from training.doctor import PAGE, Page, examine, show, write
+from training.doctor import PAGE, Page, begin, examine, show, write
 
 QUESTIONS = ("one?", "two <b>?", "three?")
+FLOPS = 1e12  # of a token
 
 
 def samples(tokenizer: Any, train_on: str = "answers", length: int = 64) -> list[Sample]:
@@ -36,20 +38,35 @@ def samples(tokenizer: Any, train_on: str = "answers", length: int = 64) -> list
     return [*chat_samples(tokenizer, chats, ChatRules("auto", length, train_on))[0]]
 
 
+def configured(doctor: bool = True, **data: Any) -> TrainingJobConfig:
+    """Return the settings of a training of 10 steps of 64 tokens."""
+    return TrainingJobConfig(
+        job="a training",
+        output_dir="run",
+        doctor=doctor,
+        assumed_tflops=0.5,
+        data=DataConfig(chats=["chats.json"], **data),
+        loop=LoopConfig(max_steps=10, tokens_per_step=64),
+    )
+
+
 def page(
-    tmp_path: Path, tokenizer: Any = None, found: list[Sample] | None = None, **data: Any
+    tmp_path: Path,
+    tokenizer: Any = None,
+    found: list[Sample] | None = None,
+    model: nn.Module | None = None,
+    **data: Any,
 ) -> Page:
     tokenizer = tokenizer or tiny_folders.tokenizer()
     found = found or samples(tokenizer)
     return examine(
-        "a training",
+        configured(**data),
         tokenizer,
         PackedData(found, 64, 1, 0),
-        DataConfig(chats=["chats.json"], **data),
-        LoopConfig(),
-        nn.Linear(4, 4),
+        model or nn.Linear(4, 4),
         [tokenizer.eos_token_id],
         tmp_path,
+        FLOPS,
         ["train chats: 3 of 4 used; 1 dropped: no turns"],
     )
 
@@ -120,3 +137,32 @@ def test_checkpoints_that_do_not_fit_are_a_warning(
 def test_plain_text_has_no_answers(tmp_path: Path) -> None:
     text = [Sample(np.arange(5, 20, dtype=np.int32), np.arange(15) > 0)]
     assert "ends" not in page(tmp_path, None, text).checks
+
+
+def test_the_cost_of_the_run_is_that_of_its_plan(tmp_path: Path) -> None:
+    """Check 10 steps of 64 tokens, of 1 TFLOP each, at 0.5 TFLOP/s."""
+    words = "640 tokens in 10 steps, 640.0 TFLOP, 0.36 hours at 0.5 TFLOP/s (assumed_tflops)"
+    assert page(tmp_path).checks["cost"] == words
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 12), (torch.bfloat16, 14)])
+def test_a_checkpoint_has_weights_moments_and_masters(
+    dtype: torch.dtype, bytes_each: int, tmp_path: Path
+) -> None:
+    model = nn.Linear(1000, 1000, bias=False, dtype=dtype)
+    assert page(tmp_path, model=model).checks["disk"].startswith(f"{bytes_each} MB a checkpoint")
+    model.requires_grad_(False)
+    stored = bytes_each - 8 - 4 * (dtype == torch.bfloat16)
+    assert page(tmp_path, model=model).checks["disk"].startswith(f"{stored:.1f} MB a checkpoint")
+
+
+@pytest.mark.parametrize("doctor", [True, False])
+def test_the_page_can_be_switched_off(
+    doctor: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_folders.tokenizer()
+    data = PackedData(samples(tokenizer), 64, 1, 0)
+    config, model = configured(doctor), nn.Linear(4, 4)
+    begin(config, tokenizer, data, model, [tokenizer.eos_token_id], tmp_path, FLOPS, [])
+    assert (tmp_path / PAGE).exists() == doctor
+    assert bool(capsys.readouterr().out) == doctor

@@ -121,6 +121,16 @@ def target_flops(config: HeadJobConfig, target: Any) -> float:
     return forward - lm_head + judged * lm_head + config.assumed_supervised * forwards
 
 
+def draft_flops(counted: HeadStatistics) -> float:
+    """Return the FLOPs of forward and backward of the head for one draft."""
+    return 3.0 * counted.flops
+
+
+def token_flops(config: HeadJobConfig, target: Any, counted: HeadStatistics) -> float:
+    """Return the FLOPs of a training step per token of the data."""
+    return target_flops(config, target) + drafts_per_token(config) * draft_flops(counted)
+
+
 def print_cost(
     config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
 ) -> float:
@@ -128,10 +138,8 @@ def print_cost(
 
     The FLOPs are 0 if the number of tokens is unknown.
     """
-    teacher = target_flops(config, target)
-    draft = 3 * counted.flops
-    drafts = drafts_per_token(config)
-    token = teacher + drafts * draft
+    teacher, draft = target_flops(config, target), draft_flops(counted)
+    drafts, token = drafts_per_token(config), token_flops(config, target, counted)
     places = f"the {drafts:.0%} that are supervised"
     if drafts < config.assumed_supervised:
         limit, length = config.loss.drafts_per_row, config.data.max_length

@@ -39,7 +39,7 @@ from training.heads.build import build_head, shape_of
 from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target
 from training.heads.config import HeadJobConfig, describe_overridden
-from training.heads.dry_run import describe, dry_run, states_layout
+from training.heads.dry_run import describe, dry_run, states_layout, token_flops
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
@@ -144,8 +144,7 @@ def train(job: HeadJob, run: Run) -> None:
     if config.loop.compile and not parallel.shards_state:
         compile_layers(target)
     states.move_to(parallel.device)
-    if parallel.is_main:
-        describe_job(job, target, data)
+    flops = describe_job(job, target, data) if parallel.is_main else 0.0
     answers, costs = parallel.broadcast(
         answers_and_costs(
             target_folder, tokenizer, config, run.path, make_timing(job, head, target.config)
@@ -159,7 +158,7 @@ def train(job: HeadJob, run: Run) -> None:
         print(about := describe_texts(texts, {"target": config.held_out.temperature}))
         printed += [about, f"plan: {describe_plan(config.loop, data)}"]
         stops = stop_tokens(target_folder, tokenizer)
-        begin(config, tokenizer, data, head, stops, run.path, printed)
+        begin(config, tokenizer, data, head, stops, run.path, flops, printed)
     drafted = None
     if config.on_policy.share:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
@@ -272,8 +271,8 @@ def make_timing(job: HeadJob, head: Any, target: Any) -> Timing:
     return Timing(make_drafter, sizes_of(target), drafter, job.config.loss.predict_n_tokens)
 
 
-def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
-    """Print the sizes of target, head and data, and the plan, before the first step."""
+def describe_job(job: HeadJob, target: Any, data: PackedData) -> float:
+    """Print the sizes of target, head and data, and the plan; return the FLOPs of a token."""
     config, kind, shape = job.config, job.kind, job.shape
     counted = measure(
         kind, shape, trained_depths(config.loss), dtype_of(config.loop.dtype), target.config
@@ -288,6 +287,7 @@ def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
     heads = "at one depth" if counted.predictions == 1 else f"{counted.predictions} heads"
     loss = describe_head_loss(config.loss)
     print(f"plan: {describe_plan(config.loop, data)}; loss {loss}, {heads}{own}")
+    return token_flops(config, target.config, counted)
 
 
 def write_folder(
