@@ -24,6 +24,26 @@ ENDS = "it is incomplete; a closing bracket or quote may be missing"
 WITHOUT_VALUE = ("-m", "--multirun", "-h", "--help")
 
 
+def quoted(value: str) -> str:
+    """Quote a string for Hydra, where a backslash is literal except before a quote or the end."""
+    doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", value)
+    return "'" + doubled.replace("'", "\\'") + "'"
+
+
+def expand_drafter(word: str) -> str:
+    """Expand `drafter=NAME` to a mapping, since Hydra would look for a file of the group.
+
+    The override is forced (++), since the mapping accepts all options of the drafter's class.
+    """
+    key, equals, value = word.partition("=")
+    key = key.lstrip("+")
+    if not equals or (key != "drafter" and not key.startswith("drafter.")):
+        return word
+    if key == "drafter" and not value.startswith("{"):
+        value = f"{{use: {quoted(value)}}}"
+    return f"++{key}={value}"
+
+
 def check_syntax(arguments: list[str]) -> None:
     """Raise UserError for an argument that is neither a flag nor a valid override."""
     parser = OverridesParser.create()

@@ -37,6 +37,7 @@ from jobs.aliases import current_arguments
 from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
 from jobs.schemas import schema_of
+from jobs.syntax import expand_drafter
 from recurrent_drafting.cmd.flags import to_overrides
 from tests.support.tiers import tiered
 from training.data import corpus
@@ -140,9 +141,11 @@ def parts(command: str) -> tuple[str, list[str]]:
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
     """Return the configuration of a command; for a sweep, that of its first member."""
-    # This job also takes published flags and the folder of a drafter.
+    # These jobs take the folder of a drafter, and the first one published flags.
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
+    if job == "eval.doctor":
+        arguments = [expand_drafter(word) for word in arguments]
     # The schema depends on the kind of head.
     schema = head_schema(find_kind_name(arguments)) if job == "heads.train" else SCHEMAS[job]
     arguments = current_arguments(job, arguments)

@@ -4,7 +4,6 @@ Source: `recurrent_drafting/cmd/generate.py` of apple/ml-recurrent-drafter. Flag
 Hydra overrides, which take precedence.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from decoding.errors import UserError
+from jobs.syntax import expand_drafter, quoted
 from serving.config import GenerateConfig
 
 SETTINGS = {field.name for field in fields(GenerateConfig)}
@@ -22,12 +22,6 @@ ON_FILE = "--config-file"  # of jobs.job, for a saved configuration
 TRUE, FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 NUMBERS: dict[str, Callable[[str], float]] = {"a number": float, "a whole number": int}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def quoted(value: str) -> str:
-    """Quote a string for Hydra, where a backslash is literal except before a quote or the end."""
-    doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", value)
-    return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def _mt_bench(value: str) -> str:
@@ -155,7 +149,7 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word in ("-h", "--help", "-m", "--multirun"):
-            others.append(_expand_drafter(word))
+            others.append(expand_drafter(word))
             continue
         name, equals, value = word.lstrip("-").partition("=")
         flag, negated = flags.get(name), flags.get(name.removeprefix("no"))
@@ -196,20 +190,6 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
             f"{examples.get(flag.takes, flag.takes.split()[0])}"
         )
     return rest.pop(0)
-
-
-def _expand_drafter(word: str) -> str:
-    """Expand `drafter=NAME` to a mapping, since Hydra would look for a file of the group.
-
-    The override is forced (++), since the mapping accepts all options of the drafter's class.
-    """
-    key, equals, value = word.partition("=")
-    key = key.lstrip("+")
-    if not equals or (key != "drafter" and not key.startswith("drafter.")):
-        return word
-    if key == "drafter" and not value.startswith("{"):
-        value = f"{{use: {quoted(value)}}}"
-    return f"++{key}={value}"
 
 
 def print_flags(console: Console) -> None:

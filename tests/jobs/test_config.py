@@ -67,7 +67,7 @@ def experiments() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("job", SCHEMAS)
 def test_every_job_composes_with_its_schema(job: str):
-    needed = {"eval.run": ["drafters=[prompt_lookup]"], "eval.doctor": ["drafter=FOLDER"]}
+    needed = {"eval.run": ["drafters=[prompt_lookup]"], "eval.doctor": ["++drafter={use: FOLDER}"]}
     config = typed(composed(job, *needed.get(job, [])), SCHEMAS[job])
     assert config.job == job
     assert config.output_dir == f"runs/{job}/default"
