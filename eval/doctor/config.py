@@ -15,8 +15,8 @@ from jobs.config import JobConfig, TargetConfig
 class DoctorConfig(JobConfig):
     """Examination of one drafter on its target, as it is served."""
 
-    # the drafter's folder: of a model or of a head
-    drafter: Any = MISSING
+    # the drafter: the folder of a model or of a head, or a mapping {use: FOLDER, ...} with options
+    drafter: dict[str, Any] = MISSING
     # the target, with the dtype in which it serves
     target: TargetConfig = field(default_factory=TargetConfig)
     # prompts as they are served, and their chat template
@@ -37,3 +37,11 @@ class DoctorConfig(JobConfig):
     chats: list[str] = field(default_factory=list)
     # training chats that are examined, from all over the files
     max_chats: int = 64
+    # run folder of eval.run engine=[ours,ENGINE] with this drafter, to compare the engine's
+    # acceptance with ours; empty: engines are not compared
+    engine_run: str = ""
+
+
+def drafter_name(config: DoctorConfig) -> str:
+    """Return the folder of the examined drafter."""
+    return str(config.drafter.get("use", config.drafter))

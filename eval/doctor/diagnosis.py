@@ -11,14 +11,16 @@ import numpy as np
 from decoding.costs.prediction import expected_tokens
 from eval.doctor.estimates import Counts, Estimate, rate
 from eval.doctor.findings import FAULT, Finding, ordered
-from eval.doctor.probes import conditions, files, learning, reading
+from eval.doctor.probes import conditions, engine, files, learning, reading
 from eval.doctor.subject import Subject
+from jobs.progress import ProgressBar
 
 PROBES: tuple[Callable[[Subject], Finding], ...] = (
     files.check_target,
     files.check_folder,
     reading.check_layout,
     reading.check_cache,
+    engine.check_engine,
     conditions.check_template,
     conditions.check_system,
     conditions.check_thinking,
@@ -65,8 +67,13 @@ class Diagnosis:
 
 def diagnose(subject: Subject) -> Diagnosis:
     """Run all probes. Raises UserError if target or drafter cannot be decoded."""
-    served = subject.serve()
-    findings = [check(subject) for check in PROBES]
+    findings = []
+    with ProgressBar("doctor", len(PROBES) + 1) as bar:
+        served = subject.serve()
+        for done, check in enumerate(PROBES, start=1):
+            bar.update(done, check.__name__.replace("_", " "))
+            findings.append(check(subject))
+        bar.update(len(PROBES) + 1)
     return Diagnosis(
         rate(served.counts),
         served.tau,
@@ -109,7 +116,7 @@ def _classes(subject: Subject) -> np.ndarray:
 
     def text(token: int) -> str:
         if token not in texts:
-            piece = tokenizer.convert_ids_to_tokens(token) or ""
+            piece = str(tokenizer.convert_ids_to_tokens(token) or "")
             for mark, shown in (
                 ("\u2581", " "),
                 ("\u0120", " "),
@@ -150,12 +157,11 @@ def _bound(subject: Subject, findings: Sequence[Finding]) -> str:
     if new_text.loss is not None:
         most = max(new_text.loss.value, 0.0)
         parts.append(
-            f"More training chats can add about {most:.2f}: that much better is it on those that "
-            f"it has seen. What is missing beyond needs longer training or a larger drafter."
+            f"More training chats can add about {most:.2f}, by which the drafter is better on "
+            f"those that it was trained on. The rest needs longer training or a larger drafter."
         )
     elif new_text.state != FAULT:
         parts.append(
-            "How much of the rest is capacity and how much is data shows only with the training's "
-            "chats (chats=)."
+            "Whether data or capacity limits it shows only with the training's chats (chats=)."
         )
     return " ".join(parts)

@@ -10,7 +10,7 @@ from typing import Any
 from decoding.devices import device_of
 from decoding.errors import UserError
 from decoding.values import RULES, check_settings
-from eval.doctor.config import DoctorConfig
+from eval.doctor.config import DoctorConfig, drafter_name
 from eval.doctor.diagnosis import PROBES, Diagnosis, Part, diagnose
 from eval.doctor.estimates import Estimate
 from eval.doctor.findings import Finding
@@ -32,9 +32,9 @@ def run(config: DoctorConfig) -> Path:
     if config.dry_run:
         print(
             f"would decode {config.max_prompts or 'all'} prompts of {config.benchmark.path} with "
-            f"{config.drafter} on {config.target.path}, once and once more for each condition "
-            f"that differs from its training, run {len(PROBES)} probes, and write doctor.json and "
-            f"doctor.html into {config.output_dir}"
+            f"{drafter_name(config)} on {config.target.path}, once and once more for each "
+            f"condition that differs from its training, run {len(PROBES)} probes, and write "
+            f"doctor.json and doctor.html into {config.output_dir}"
         )
         return Path(config.output_dir)
     folder = RunFolder(config)

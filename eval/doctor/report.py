@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from eval.doctor.config import DoctorConfig
+from eval.doctor.config import DoctorConfig, drafter_name
 from eval.doctor.diagnosis import Diagnosis, Part
+from eval.doctor.estimates import LEAST_LOSS
 from eval.doctor.findings import FINE, UNKNOWN, Finding
 from eval.report.page import PAGES
 from eval.report.tables import Table, make_table
 from eval.report.terminal import PLAIN_WIDTH
 
 GROUPS = {"depth": "by depth", "category": "by category", "token": "by class of token"}
+NAMES = {"depth": "draft depth", "category": "category", "token": "class of token"}
 NO_FAULT = "no fault found"
 
 
@@ -45,13 +47,7 @@ def parts_tables(found: Diagnosis) -> list[Table]:
 
 
 def _row(group: str, one: Part) -> dict[str, str]:
-    return {"category": one.name, "share of tests": f"{one.share:.0%}", "accepted": str(one.rate)}
-
-
-def drafter_name(config: DoctorConfig) -> str:
-    """Return the folder of the examined drafter."""
-    asked = config.drafter
-    return str(asked["use"] if isinstance(asked, Mapping) else asked)
+    return {NAMES[group]: one.name, "share of tests": f"{one.share:.0%}", "accepted": str(one.rate)}
 
 
 def subject_line(found: Diagnosis, config: DoctorConfig) -> str:
@@ -84,9 +80,18 @@ def print_diagnosis(found: Diagnosis, config: DoctorConfig, console: Console | N
         if some:
             console.print(Text(title, "bold"))
         for one in some:
-            words = f"{one.found}; {one.expected}" if state == FINE else one.expected
+            words = one.expected
+            if state == FINE:
+                words = f"{one.found} (expected {one.expected}){_doubt(one)}"
             console.print(Text(f"   {one.cause:<12} {words}", "dim"))
     console.print(Text(found.bound))
+
+
+def _doubt(one: Finding) -> str:
+    """Return a note on a loss that more prompts may confirm; empty if there is none."""
+    if one.loss is None or one.loss.value < LEAST_LOSS:
+        return ""
+    return f"; a loss of {one.loss}, not beyond doubt: raise max_prompts"
 
 
 def _lines(one: Finding) -> Iterator[str]:
@@ -125,17 +130,24 @@ def _block(table: Table) -> list[str]:
     ]
 
 
+def _title(found: Diagnosis) -> str:
+    causes = found.causes
+    return f"Doctor: first cause {causes[0].cause}" if causes else f"Doctor: {NO_FAULT}"
+
+
 def doctor_page(found: Diagnosis, config: DoctorConfig, command: str) -> str:
     """Return the content of doctor.html."""
     values: dict[str, Any] = {
-        "title": f"Doctor: {headline(found)}",
+        "title": _title(found),
         "warnings": [],
         "cards": [],
         "subject": subject_line(found, config),
         "causes": [(one, [line.split(maxsplit=1) for line in _lines(one)]) for one in found.causes],
         "tables": parts_tables(found),
-        "checked": [one for one in found.findings if not one.is_fault],
+        "checked": [(one, _doubt(one)) for one in found.findings if not one.is_fault],
         "bound": found.bound,
         "command": command,
     }
-    return PAGES.get_template("doctor.html.j2").render(values)
+    return (
+        PAGES.get_template("doctor.html.j2").render(values).replace(" +- ", " \N{PLUS-MINUS SIGN} ")
+    )

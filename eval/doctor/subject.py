@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +20,11 @@ from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
 from decoding.rounds.settings import Settings
-from eval.doctor.config import DoctorConfig
+from eval.doctor.config import DoctorConfig, drafter_name
+from eval.doctor.engine_run import read_engine_run
 from eval.doctor.forward import Predictions
 from eval.doctor.serving import Served, serve
+from eval.engines.records import EngineRecord
 from eval.measure.benchmarks import Benchmark, load_benchmark
 from heads.registry import kind_in
 from jobs.config import TargetConfig
@@ -69,12 +70,12 @@ class Subject:
         """Read everything but the weights. Raises UserError for parts that are missing or unfit."""
         self.config = config
         self.target_folder = resolve_model(config.target.path)
-        asked = config.drafter if isinstance(config.drafter, Mapping) else {"use": config.drafter}
-        self.choice = choose_drafter(dict(asked))
+        self.choice = choose_drafter(dict(config.drafter))
         if "folder" not in self.choice.options:
             raise UserError(
-                f"drafter={config.drafter} has no folder, expected the folder of a model or of a "
-                f"head. Drafters without weights have nothing to examine; eval.run measures them."
+                f"drafter={drafter_name(config)} has no folder, expected the folder of a model or "
+                f"of a head. Drafters without weights have nothing to examine; eval.run measures "
+                f"them."
             )
         self.folder = Path(self.choice.options["folder"])
         self.tokenizer = load_tokenizer(self.target_folder)
@@ -96,6 +97,11 @@ class Subject:
             raise UserError(
                 f"{config.benchmark.path} has {len(self.benchmark.prompts)} prompts to decode, "
                 f"expected {LEAST_PROMPTS} or more: errors come from the spread over prompts."
+            )
+        self.engine_records: list[EngineRecord] = []
+        if config.engine_run:
+            self.engine_records = read_engine_run(
+                Path(config.engine_run), self.folder, self.target_hash
             )
         self.predictions: dict[str, Predictions] = {}
         self._served: dict[Conditions, Served] = {}

@@ -10,7 +10,7 @@ SETTING = "setting"  # column of the condition or run that rows belong to
 # Columns of words, which are aligned left.
 WORDS = {"drafter", SETTING, "output", "clock", "worst prompt", "slower categories", "category"}
 WORDS |= {"best other", "best rival", "length set by", "differs", "effect", "values by run"}
-WORDS |= {"engine", "acceptance", "by depth", "ours by depth"}
+WORDS |= {"engine", "acceptance", "by depth", "ours by depth", "draft depth", "class of token"}
 WORDS |= {"run", "measured", "hardware", "versions", "code", "command"}
 
 
