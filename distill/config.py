@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from jobs.config import JobConfig, ParallelConfig, TargetConfig
 from training.config import (
     DataConfig,
+    DrafterJobConfig,
     HeldOutConfig,
     LoopConfig,
     StudentConfig,
@@ -116,7 +117,7 @@ class PretrainConfig(TrainingJobConfig):
 
 
 @dataclass
-class TrainConfig(TrainingJobConfig):
+class TrainConfig(DrafterJobConfig):
     """`python -m distill.train`: distil the frozen target into a LLaMA student of any shape."""
 
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -108,7 +108,7 @@ def _from_folder(
 
     With equal tokenizers, the sizes differ only by padding or by added tokens such as [PAD].
     Extra rows of the student are dropped, and missing ones are initialized at random. Raises
-    UserError if the tokenizers differ.
+    UserError if the tokenizers differ, or if there are none and the sizes differ.
     """
     folder = resolve_model(shape.path)
     read_config(folder)
@@ -119,13 +119,15 @@ def _from_folder(
             f"{folder} drafts for a vocabulary of {found}, expected the target's {wanted}. Start "
             f"from a student without a draft vocabulary"
         )
+    if target_folder is not None and has_tokenizer(target_folder) and has_tokenizer(folder):
+        advice = "Start from a drafter with the target's tokenizer."
+        check_same_tokenizer(target_folder, folder, advice)
+    elif found != wanted:
+        raise UserError(
+            f"{folder} has a vocabulary of {found}, expected the target's {wanted}, and has no "
+            f"tokenizer to compare with the target's. Copy the student's tokenizer files there"
+        )
     if found != wanted:
-        if target_folder is None or not has_tokenizer(folder):
-            raise UserError(
-                f"{folder} has a vocabulary of {found}, expected the target's {wanted}, and has no "
-                f"tokenizer to compare with the target's. Copy the student's tokenizer files there"
-            )
-        check_same_tokenizer(target_folder, folder)
         if rank() == 0:
             print(
                 f"note: {folder} has the target's tokenizer but a vocabulary of {found:,}; resized "

@@ -30,6 +30,7 @@ from jobs.job import job_main
 from jobs.paths import resolve, resolve_model
 from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
+from training.adapters import adapter_rules, attach, merge, start_adapter
 from training.bounds import Progress
 from training.cached_distillation import CachedDistillation
 from training.checkpoint import load_weights
@@ -127,7 +128,9 @@ class Distil(TargetJob[TrainConfig]):
             runs_teacher = config.teacher.cache == NONE
             flops = training_flops(student.config, teacher.config if runs_teacher else None)
             begin(config, tokenizer, texts_data, student, stop, run.path, flops, printed)
+        start_adapter(student, config.adapter_rank, parallel.is_main)
         progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
+        merge(student)
         if parallel.is_main:
             finish(config, run, student, target_folder, progress, texts)
         parallel.close()
@@ -153,7 +156,9 @@ def export(config: TrainConfig) -> Path:
     tokenizer = load_tokenizer(job.target_folder)
     stop = stop_tokens(job.target_folder, tokenizer)
     prepare_student(student.config, saved.parallel_drafting, tokenizer, stop)
+    attach(student, saved.adapter_rank)
     load_weights(student, found)
+    merge(student)
     write_folder(saved, folder, student, job.target_folder, figures, progress)
     print(f"drafter of step {progress.step}: {folder}")
     return folder
@@ -190,6 +195,7 @@ def check(config: TrainConfig) -> None:
         ),
         **schedule_rules(own),
         **parallel_rules(config),
+        **adapter_rules(config, "student.path", started_from(config)),
         "on_policy.refresh": (own.refresh >= 1, "1 or more"),
     }
     if held_out.costs == MEASURED and config.target.backend != "native":
@@ -202,6 +208,11 @@ def check(config: TrainConfig) -> None:
     for name in ("max_new_tokens", "temperature"):
         check_value(name, vars(held_out)[name], key=f"held_out.{name}")
         check_value(name, vars(own)[name], key=f"on_policy.{name}")
+
+
+def started_from(config: TrainConfig) -> str:
+    """Return the folder that the student starts from; empty if it starts from no folder."""
+    return config.student.path if config.student.init == "folder" else ""
 
 
 def make_objective(
@@ -276,7 +287,13 @@ def write_folder(
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     selected_by = BLOCK_EFFICIENCY if config.parallel_drafting.tokens else "acceptance"
     origin = origin_of(
-        config, config.student.name, target_folder, figures, progress, selected_by=selected_by
+        config,
+        config.student.name,
+        target_folder,
+        figures,
+        progress,
+        selected_by=selected_by,
+        start=started_from(config),
     )
     write_model(student, target_folder, folder, stored_dtype, draft_length(origin))
     from_folder = config.student.init == "folder"

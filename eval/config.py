@@ -60,8 +60,9 @@ class EvalConfig(JobConfig):
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or
     # mappings: {use: FOLDER or NAME, folder:, name:, stopping:, schedule:, lookup:, verify:,
-    # max_draft_tokens:, and the drafter's options}, or with _target_. lookup=6 proposes the
-    # continuation of an earlier occurrence of the last 6 tokens before the drafter is asked.
+    # max_draft_tokens:, any_target:, and the drafter's options}, or with _target_. lookup=6
+    # proposes the continuation of an earlier occurrence of the last 6 tokens before the drafter is
+    # asked.
     drafters: list[Any] = field(default_factory=list)
     draft_model: str = ""  # model folder that an experiment's drafters name as ${draft_model}
     # folder of the prompt files of an experiment's stages, as ${benchmark_folder}

@@ -11,7 +11,7 @@ from decoding.interfaces import Capabilities, Target
 from decoding.sampling.rule_names import SAMPLING, check_verify, is_lossy
 from decoding.schedules.by_name import NON_LEARNING, SCHEDULES, default_stopping
 from decoding.stopping.policies import EAGER, NAMES
-from decoding.values import check_choice, check_value, whole_number
+from decoding.values import SWITCH, check_choice, check_value, whole_number
 
 # schedule of a drafter that decodes alone, without the target: the upper bound of the speed
 ALONE = "alone"
@@ -34,6 +34,8 @@ class DrafterUse:
     verify: str | None = None
     # cap of a stopping policy that chooses draft lengths; None: the job's
     max_draft_tokens: int | None = None
+    # decode with a head that was trained for other weights of the target, to measure what it lost
+    any_target: bool = False
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, ("serial", *SCHEDULES, ALONE))
@@ -43,6 +45,7 @@ class DrafterUse:
             check_verify(self.verify, SAMPLING)
         if self.max_draft_tokens is not None:
             check_value("max_draft_tokens", self.max_draft_tokens, whole_number(1))
+        check_value("any_target", self.any_target, SWITCH)
         for found, text in self._contradictions():
             if found:
                 raise UserError(text)

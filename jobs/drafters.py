@@ -234,7 +234,8 @@ def build(
     for name, mapping in mappings.items():
         made = {key: value for key, value in mapping.items() if key not in USE}
         if "folder" in mapping:
-            made |= check_folder(target_folder, mapping["folder"], _find_class(name, mapping))
+            found = _find_class(name, mapping)
+            made |= check_folder(target_folder, mapping["folder"], found, uses[name].any_target)
         if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
             made["_target_"] = WORKER
             if worker_devices and made.get("device") in worker_devices:

@@ -215,6 +215,17 @@ class TrainingJobConfig(JobConfig):
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
+@dataclass
+class DrafterJobConfig(TrainingJobConfig):
+    """Fields of every job that trains a drafter for a frozen target."""
+
+    # drafter folder of another target that +experiment=retarget continues from, for its stages
+    from_drafter: str = ""
+    # rank of the low-rank adapters that are trained in place of a continued drafter's weights, and
+    # merged into them at the end; 0: all weights are trained
+    adapter_rank: int = 0
+
+
 class TrainingFields(Protocol):
     """Configuration of a job that has training data and a loop."""
 

@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from decoding.models.folder import CARD, WEIGHTS, hash_input
+from decoding.models.folder import CARD, WEIGHTS, hash_input, read_json
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.config import TargetConfig, plain
 from jobs.files import disk_error, match_folder_permissions, write_text
+from jobs.paths import resolve_model
 from jobs.protocol import Run
 from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
@@ -143,6 +144,8 @@ class Provenance:
     # predicted to be the fastest, and measured, on the machine of the training; None: no costs
     draft_tokens: int | None = None
     cost_ratio: float | None = None
+    # the drafter whose training it continues; None: a new one
+    continued_from: dict[str, Any] | None = None
 
     @classmethod
     def untrained(cls, name: str, target: str, target_folder: Path) -> "Provenance":
@@ -157,6 +160,7 @@ class DrafterFields(Protocol):
     target: TargetConfig
     data: DataConfig
     held_out: HeldOutConfig
+    adapter_rank: int
 
     @property
     def on_policy(self) -> OnPolicyOptions: ...
@@ -169,12 +173,14 @@ def origin_of(
     figures: Mapping[str, float],
     progress: Progress,
     selected_by: str,
+    start: str = "",
     **measured: float,
 ) -> Provenance:
     """Return the provenance of a trained drafter.
 
     figures: those of its checkpoint. selected_by: the figure that selects a checkpoint if no costs
-    are known. measured: further held-out figures, by name.
+    are known. start: folder of the drafter whose training it continues. measured: further held-out
+    figures, by name.
     """
     others = ("score", COST_RATIO)
     shown: dict[str, Any] = {key: value for key, value in figures.items() if key not in others}
@@ -199,7 +205,21 @@ def origin_of(
         acceptance,
         draft_tokens=int(figures[LENGTH]) if LENGTH in figures else None,
         cost_ratio=figures.get(COST_RATIO),
+        continued_from=describe_start(start, config.adapter_rank) if start else None,
     )
+
+
+def describe_start(start: str, adapter_rank: int) -> dict[str, Any]:
+    """Return what a card records of the drafter in a folder, from which the training started."""
+    folder = resolve_model(start)
+    card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    return {
+        "folder": start,
+        "drafter_hash": hash_input(folder),
+        "target": card.get("target"),
+        "target_hash": card.get("target_hash"),
+        "adapter_rank": adapter_rank,
+    }
 
 
 def shares_on_card(data: DataConfig, progress: Progress) -> dict[str, Any]:
@@ -246,6 +266,7 @@ def write_card(
         "acceptance": origin.acceptance,
         "tokenizer": has_tokenizer(folder),
         "cost_ratio": origin.cost_ratio,
+        **({"continued_from": origin.continued_from} if origin.continued_from else {}),
         "git_revision": git_revision(),
         "versions": versions(),
     }

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from decoding import devices
 from decoding.errors import UserError, without_stop
@@ -209,7 +210,8 @@ class Training:
             last = self.optimizer.has_copies or number == len(forwards) - 1
             with parallel.exchange(self.module, last):
                 batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
-                loss_sum, metric_sums = self.module(batch)
+                with parametrize.cached():  # an adapter's sum is computed once
+                    loss_sum, metric_sums = self.module(batch)
                 parallel.backward(self.module, loss_sum / count)
             self.optimizer.collect()
             sums.append(torch.cat([loss_sum.detach().double()[None], metric_sums.double()]))

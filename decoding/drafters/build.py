@@ -108,17 +108,20 @@ def with_target_settings(
 
 
 def check_folder(
-    target_folder: str | Path, folder: str | Path, kind: type = ChainDrafter
+    target_folder: str | Path,
+    folder: str | Path,
+    kind: type = ChainDrafter,
+    any_target: bool = False,
 ) -> dict[str, str]:
     """Raise UserError for a drafter's folder that does not fit the target.
 
     A model needs the target's tokenizer, unless its class reads both tokenizers; a head must match
-    the target's sizes and hash. Returns the further arguments of the class: the target's folder, if
-    it takes one.
+    the target's sizes and, unless any_target is set, its hash. Returns the further arguments of the
+    class: the target's folder, if it takes one.
     """
     if TARGET_FOLDER not in (options_of(kind) or ()):
         if head_of(folder):
-            check_fits(target_folder, folder)
+            check_fits(target_folder, folder, any_target)
         else:
             instead = f"let this one draft in its own: {{use: other_vocabulary, folder: {folder}}}."
             check_same_tokenizer(target_folder, folder, f"{ADVICE[:-1]}, or {instead}")

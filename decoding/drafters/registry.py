@@ -172,11 +172,13 @@ def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
     )
 
 
-def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
+def check_fits(
+    target_folder: str | Path, head_folder: str | Path, any_target: bool = False
+) -> None:
     """Raise UserError for a head that was made for another target.
 
     The hidden size and vocabulary are compared, and the target's hash if the head's card has one.
-    Published heads have no card.
+    Published heads have no card. any_target: accept other weights of the same sizes.
     """
     target = read_config(target_folder)
     head = read_json(Path(head_folder) / "config.json")  # may lack a model_type
@@ -189,12 +191,12 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
             )
     card = Path(head_folder) / CARD
     expected = read_json(card).get("target_hash") if card.is_file() else None
-    if expected is None:
+    if expected is None or any_target:
         return
     found = hash_input(Path(target_folder))
     if expected != found:
         raise UserError(
             f"{where} {card} expects a target with hash {expected[:12]}, found {found[:12]}: the "
             f"weights, configuration or tokenizer differ. Use the target that the head was trained "
-            f"on, or train the head again."
+            f"on, or continue the head's training on this one (+experiment=retarget)."
         )

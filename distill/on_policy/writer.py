@@ -15,6 +15,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from distill.config import OnPolicyConfig
 from distill.on_policy.prompts import Prompts
+from training.adapters import merged_state
 from training.data.packing import Sample
 from training.held_out.texts import Text, measure_text
 from training.parallel.strategy import Parallel
@@ -94,7 +95,7 @@ class StudentWriter:
         student = self.student
         return NativeTarget.from_state(
             student.config.to_dict(),
-            student.state_dict(),
+            merged_state(student),
             name=f"student after {step} steps",
             dtype=next(student.parameters()).dtype,
             device=str(self.parallel.device),

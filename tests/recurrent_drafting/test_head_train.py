@@ -143,8 +143,8 @@ def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Pa
         run(configured(target, tmp_path / "run", "loop.max_steps=1"))
 
 
-def test_a_head_continues_only_from_a_folder_of_the_same_target(
-    finished: Path, tiny_target: Path, tmp_path: Path
+def test_a_head_continues_on_its_target_and_with_a_note_on_another(
+    finished: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(
         configured(
@@ -156,8 +156,10 @@ def test_a_head_continues_only_from_a_folder_of_the_same_target(
     other = tmp_path / "other"
     shutil.copytree(tiny_target, other)
     (other / "generation_config.json").write_text("{}")
-    with pytest.raises(UserError, match="expects a target with hash .* train the head again"):
-        run(configured(other, tmp_path / "no", f"head.path={finished / 'drafter'}"))
+    assert "on which its training continues" not in capsys.readouterr().out
+    given = [f"head.path={finished / 'drafter'}", "loop.max_steps=1"]
+    run(configured(other, tmp_path / "again", *given))
+    assert "on which its training continues" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_head_given_as_a_language_model_is_named_as_a_head(finished: Path, tmp_path: Path):

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from decoding.drafters.registry import check_fits
 from decoding.errors import UserError
-from decoding.models.folder import hash_input
+from decoding.models.folder import CARD, hash_input, read_json
+from decoding.models.text.compatible import check_same_tokenizer
+from decoding.models.text.tokenizer import has_tokenizer
 from decoding.values import RULES
-from jobs.ranks import SHARDED_WEIGHTS
+from jobs.ranks import SHARDED_WEIGHTS, is_rank
 from jobs.run_folder import RunFolder
+from training.adapters import adapter_rules
 from training.config import check_values, held_out_rules
 from training.data.mixture import check_mixture
 from training.features.taps import check_layers
@@ -42,6 +46,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
         {
             **choice_rules(config, kind),
             **kind.rules(config, shape),
+            **adapter_rules(config, "head.path", config.head.path),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",
@@ -129,6 +134,23 @@ def on_policy_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tupl
         **schedule_rules(options),
         "on_policy.temperature": (temperature.fits(options.temperature), temperature.expected),
     }
+
+
+def check_start(target_folder: Path, head_folder: Path) -> None:
+    """Check the head to continue: sizes and tokenizer of the target, which may have new weights.
+
+    Prints a note if the head's card names other weights. Raises UserError if the head does not fit.
+    """
+    check_fits(target_folder, head_folder, any_target=True)
+    if has_tokenizer(head_folder):
+        check_same_tokenizer(target_folder, head_folder, "Use a head for the target's tokenizer.")
+    card = head_folder / CARD
+    expected = read_json(card).get("target_hash") if card.is_file() else None
+    if not is_rank() and expected not in (None, hash_input(target_folder)):
+        print(
+            f"note: {head_folder} was trained for a target with the hash {expected[:12]}, other "
+            f"weights than those of {target_folder}, on which its training continues"
+        )
 
 
 def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.config import TargetConfig
-from training.config import HeldOutConfig, TrainingJobConfig
+from training.config import DrafterJobConfig, HeldOutConfig
 from training.heads.loss_config import HeadLossConfig
 from training.on_policy import OnPolicyOptions
 
@@ -15,7 +15,8 @@ class HeadOptions:
 
     # name in tables and in the head's card
     name: str = "head"
-    # head folder of the same target to continue from; its shape replaces the one here
+    # head folder to continue from, of this target or of another one with the same sizes and
+    # tokenizer; its shape replaces the one here
     path: str = ""
 
 
@@ -54,7 +55,7 @@ class StatesConfig:
 
 
 @dataclass
-class HeadJobConfig(TrainingJobConfig):
+class HeadJobConfig(DrafterJobConfig):
     """Configuration of a job that trains a head; each kind has its own type of `head`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)

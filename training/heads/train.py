@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from decoding.costs.prediction import Costs
-from decoding.drafters.registry import check_fits
 from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
 from decoding.models.folder import hash_input
@@ -26,6 +25,7 @@ from jobs.paths import resolve, resolve_model
 from jobs.progress import ProgressBar
 from jobs.protocol import Run
 from jobs.ranks import is_rank
+from training.adapters import attach, merge, start_adapter
 from training.bounds import Progress
 from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
@@ -37,7 +37,7 @@ from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
 from training.heads.build import build_head, shape_of
 from training.heads.calibration import Calibration
-from training.heads.checks import check, check_same_target
+from training.heads.checks import check, check_same_target, check_start
 from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.dry_run import describe, dry_run, states_layout, token_flops
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
@@ -76,7 +76,7 @@ class HeadJob(TargetJob[HeadJobConfig]):
         if overridden and not is_rank():
             print(f"note: {overridden}")
         if config.head.path and not config.dry_run:
-            check_fits(self.target_folder, resolve_model(config.head.path))
+            check_start(self.target_folder, resolve_model(config.head.path))
 
     def inputs(self) -> list[Path]:
         config = self.config
@@ -114,7 +114,9 @@ def export(config: HeadJobConfig, kind: HeadKind) -> Path:
     job = HeadJob(saved, kind)
     found, progress, figures = load_checkpoint(config.checkpoint)
     head = kind.empty(job.shape)
+    attach(head, saved.adapter_rank)
     load_weights(head, found)
+    merge(head)
     job.shape = kind.measured(job.shape, figures)
     write_folder(job, folder, head, figures, progress, {})
     print(f"head of step {progress.step}: {folder}")
@@ -166,7 +168,9 @@ def train(job: HeadJob, run: Run) -> None:
     states.store = make_store(job, target.config, data, parallel.is_main)
     if config.states.fill:
         fill_store(objective, data, parallel)
+    start_adapter(head, config.adapter_rank, parallel.is_main)
     progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
+    merge(head)
     if parallel.is_main:
         sampled = config.held_out.temperature > 0
         job.shape = kind.measured(shape, progress.best)
@@ -311,6 +315,7 @@ def write_folder(
         figures,
         progress,
         selected_by="block_efficiency",
+        start=config.head.path,
         **measured,
     )
     parameters = sum(parameter.numel() for parameter in head.parameters())
