@@ -209,7 +209,7 @@ def _check_experiment(name: str, job: str) -> None:
             belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
         except yaml.YAMLError as error:
             raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-        if belongs != job:
+        if belongs is not None and belongs != job:  # a file without a job suits several
             raise wrong_job(one, str(belongs), job)
 
 

@@ -24,7 +24,7 @@ ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output
 def main(given: list[str]) -> None:
     """Compose and print every stage. given: settings as KEY=VALUE."""
     for file in sorted((CONF / "experiment").glob("*.yaml")):
-        job = str(yaml.safe_load(file.read_text())["job"])
+        job = str(yaml.safe_load(file.read_text()).get("job", "distill.train"))
         schema = schema_of(job)
         keys = valid_keys(schema)
         fits = [text for text in [*ASKED, *given] if text.lstrip("+").split("=")[0] in keys]

@@ -11,12 +11,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from decoding.errors import UserError
 from distill.config import TrainConfig
 from jobs.composing import CONF, compose_job
 from jobs.config import typed
 from jobs.job import register
 from jobs.schemas import schema_of
-from jobs.stages import compose_stage
+from jobs.stages import check_required_settings, compose_stage
+from tests.support import planted
 from tests.support.forks import succeed
 from tests.support.tiers import tiered
 from training.config import LoopConfig
@@ -428,3 +430,62 @@ def test_a_dry_run_of_a_recipe_needs_neither_weights_nor_data(
         (tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text()
     )
     assert config["head_dim"] == 128
+
+
+@pytest.mark.parametrize(
+    ("job", "start"),
+    [("distill.train", "student"), ("recurrent_drafting.train", "head"), ("heads.train", "head")],
+)
+def test_retargeting_continues_the_old_drafter_with_every_trainer(job: str, start: str):
+    given = ("from_drafter=/old", "adapter_rank=64", "target.path=/new")
+    _, stages = compose_stages("retarget", *given, job=job)
+    assert list(stages) == ["distill.regenerate", job, "eval.run", "eval.compare"]
+    trainer = stages[job]
+    assert getattr(trainer, start).path == trainer.from_drafter == "/old"
+    assert trainer.adapter_rank == 64
+    assert trainer.data.chats == ["/run/distill.regenerate/chats.json"]
+    old, new = stages["eval.run"].drafters
+    assert (old["use"], new["use"]) == ("/old", f"/run/{job}/drafter")
+    assert old["any_target"] and "any_target" not in new
+    assert {stages[name].target.path for name in (job, "distill.regenerate", "eval.run")} == {
+        "/new"
+    }
+
+
+def test_retargeting_without_an_old_drafter_is_refused():
+    with pytest.raises(
+        UserError, match="from_drafter is empty, but experiment 'retarget' needs it"
+    ):
+        check_required_settings(
+            compose_job("distill.train", TrainConfig, ["+experiment=retarget", "output_dir=/run"])
+        )
+
+
+@pytest.mark.long
+def test_a_head_is_retargeted_from_the_command_line(tmp_path: Path):
+    """Check every stage: the old head is measured on the new target, and so is the new one."""
+    tuned = planted.write_model(tmp_path / "tuned", planted.noisy(planted.MODELS / "target", 0.05))
+    prompts = planted.write_prompts(tmp_path / "prompts.jsonl", planted.shuffled())
+    run_job(
+        "head=eagle3",
+        "+experiment=retarget",
+        f"target.path={tuned}",
+        "target.device=cpu",
+        f"from_drafter={planted.MODELS / 'eagle3'}",
+        f"data.chats=[{planted.write_chats(tmp_path / 'chats.json')}]",
+        "data.max_length=96",
+        f"held_out.prompts={prompts}",
+        "held_out.max_new_tokens=16",
+        "held_out.costs=none",
+        f"benchmark_prompts={prompts}",
+        "adapter_rank=4",
+        "loop.max_seconds=0",
+        "loop.max_steps=3",
+        "loop.tokens_per_step=512",
+        "loop.micro_batch_tokens=512",
+        f"output_dir={tmp_path / 'run'}",
+        job="heads.train",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run/eval.run/results.jsonl").open()]
+    assert {"old", "retargeted"} <= {row["drafter"] for row in rows}
+    assert (tmp_path / "run" / "eval.compare" / "report.html").is_file()

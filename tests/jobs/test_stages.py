@@ -21,7 +21,7 @@ from tests.support.tiers import tiered
 EVERY_JOB = ["seed", "dry_run", "threads"]  # of JobConfig
 GIVEN = {"eval.run": ["draft_model=/draft", "benchmark_folder=/prompts"]}
 RECIPES = {
-    file.stem: str(written["job"])
+    file.stem: str(written.get("job", "distill.train"))
     for file in sorted((CONF / "experiment").glob("*.yaml"))
     if "stage_overrides" in (written := yaml.safe_load(file.read_text()))
 }
