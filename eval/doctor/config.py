@@ -35,11 +35,18 @@ class DoctorConfig(JobConfig):
     training: str = ""
     # chats that the drafter was trained on; empty: those of the training, if they exist
     chats: list[str] = field(default_factory=list)
-    # training chats that are examined, from all over the files
+    # training chats, or logged answers, that are examined, from all over the files
     max_chats: int = 64
     # run folder of eval.run engine=[ours,ENGINE] with this drafter, to compare the engine's
     # acceptance with ours; empty: engines are not compared
     engine_run: str = ""
+    # JSONL file or folder of what the target answered in serving: examine these logs instead of new
+    # answers, and report whether acceptance has fallen; empty: examine the drafter
+    drift: str = ""
+    # older logs to compare with; empty: compare with the held-out acceptance on the drafter's card
+    drift_against: str = ""
+    # smallest fall of the acceptance that calls for re-targeting
+    least_drift: float = 0.02
 
 
 def drafter_name(config: DoctorConfig) -> str:

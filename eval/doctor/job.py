@@ -12,6 +12,7 @@ from decoding.errors import UserError
 from decoding.values import RULES, check_settings
 from eval.doctor.config import DoctorConfig, drafter_name
 from eval.doctor.diagnosis import PROBES, Diagnosis, Part, diagnose
+from eval.doctor.drift import run_drift
 from eval.doctor.estimates import Estimate
 from eval.doctor.findings import Finding
 from eval.doctor.report import doctor_page, print_diagnosis
@@ -29,6 +30,8 @@ def run(config: DoctorConfig) -> Path:
     drafter that cannot be decoded at all.
     """
     check(config)
+    if config.drift:
+        return run_drift(config)
     if config.dry_run:
         print(
             f"would decode {config.max_prompts or 'all'} prompts of {config.benchmark.path} with "
@@ -68,6 +71,8 @@ def check(config: DoctorConfig) -> None:
             f"{LEAST_PROMPTS} or more, or 0 for all",
         ),
         ("max_chats", config.max_chats >= LEAST_PROMPTS, f"{LEAST_PROMPTS} or more"),
+        ("least_drift", 0 < config.least_drift < 1, "more than 0 and less than 1"),
+        ("drift_against", not config.drift_against or bool(config.drift), "empty without drift"),
         (
             "max_new_tokens",
             config.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(config.max_new_tokens),

@@ -85,19 +85,8 @@ class Subject:
         if self.kind is None:
             check_same_tokenizer(self.target_folder, self.folder)
         self.training = self._read_training()
-        context = self.target_context
-        self.benchmark: Benchmark = load_benchmark(
-            dataclasses.replace(config.benchmark, path=str(resolve(config.benchmark.path))),
-            self.tokenizer,
-            max_length=context,
-            max_new_tokens=config.max_new_tokens,
-            limit=config.max_prompts,
-        )
-        if len(self.benchmark.prompts) < LEAST_PROMPTS:
-            raise UserError(
-                f"{config.benchmark.path} has {len(self.benchmark.prompts)} prompts to decode, "
-                f"expected {LEAST_PROMPTS} or more: errors come from the spread over prompts."
-            )
+        if not config.drift:
+            self._check_prompts()
         self.engine_records: list[EngineRecord] = []
         if config.engine_run:
             self.engine_records = read_engine_run(
@@ -109,6 +98,27 @@ class Subject:
         self._drafters: dict[tuple[str, bool], Drafter] = {}
 
     # ----------------------------------------------------------------------------------- the files
+
+    @cached_property
+    def benchmark(self) -> Benchmark:
+        """Return the prompts to decode."""
+        config = self.config
+        return load_benchmark(
+            dataclasses.replace(config.benchmark, path=str(resolve(config.benchmark.path))),
+            self.tokenizer,
+            max_length=self.target_context,
+            max_new_tokens=config.max_new_tokens,
+            limit=config.max_prompts,
+        )
+
+    def _check_prompts(self) -> None:
+        """Raise UserError if there are too few prompts."""
+        if len(self.benchmark.prompts) < LEAST_PROMPTS:
+            raise UserError(
+                f"{self.config.benchmark.path} has {len(self.benchmark.prompts)} prompts to "
+                f"decode, expected {LEAST_PROMPTS} or more: errors come from the spread over "
+                f"prompts."
+            )
 
     def _read_training(self) -> dict[str, Any]:
         """Return the configuration of the drafter's training; empty if its run is not here."""

@@ -1,0 +1,273 @@
+"""The drift monitor finds planted drifts alone, and refuses the logs of another target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decoding.errors import UserError
+from decoding.models.folder import CARD
+from decoding.models.load import load_target
+from eval.config import BenchmarkConfig
+from eval.doctor.config import DoctorConfig
+from eval.doctor.drift import (
+    HEALTHY,
+    RETARGET,
+    UNSURE,
+    Drift,
+    describe,
+    find_drift,
+    measure_logs,
+)
+from eval.doctor.job import run
+from eval.doctor.logs import log_samples, read_logs
+from eval.doctor.subject import Subject
+from jobs.config import TargetConfig
+from tests.support import planted, tiny_folders
+from training.config import HeldOutConfig
+from training.data.chat import render_prompt
+from training.held_out.answers import answer_prompts
+
+TARGET, OTHER = planted.MODELS / "target", 4
+SOME = planted.shuffled()[:12]
+
+
+def config(
+    home: Path, logs: Path, drafter: Path, target: Path = TARGET, **more: Any
+) -> DoctorConfig:
+    values = {
+        "job": "eval.doctor",
+        "output_dir": str(home / "run"),
+        "target": TargetConfig(path=str(target), device="cpu"),
+        "benchmark": BenchmarkConfig(path="nowhere.jsonl"),  # no prompt is decoded
+        "drafter": {"use": str(drafter)},
+        "drift": str(logs),
+    }
+    return DoctorConfig(**{**values, **more})
+
+
+def drift(*given: Any, **more: Any) -> Drift:
+    return find_drift(Subject(config(*given, **more)))
+
+
+def drafter_of(home: Path, logs: Path, **figures: Any) -> Path:
+    """Write a drafter whose card records the acceptance that it has on these logs."""
+    drafter = planted.write_drafter(home / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    temperature = float(figures.get("temperature", 0.0))
+    subject = Subject(config(home, logs, drafter, temperature=temperature))
+    found = measure_logs(subject, str(logs)).acceptance.value
+    name = "acceptance" if temperature else "greedy_acceptance"
+    planted.write_card(drafter, TARGET, {name: found, **figures})
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the target after fine-tuning on the answers of another author."""
+    lessons = planted.samples_of(planted.TEMPLATE, step=OTHER)
+    model = planted.fit(planted.noisy(TARGET, 0.0), lessons, 40)
+    return planted.write_model(tmp_path_factory.mktemp("drift") / "tuned", model)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory, tuned: Path) -> tuple[Path, Path]:
+    """Write answers that the target and the tuned target sample at temperature 1."""
+    home = tmp_path_factory.mktemp("sampled")
+    return (
+        sampled_logs(home / "before.jsonl", TARGET),
+        sampled_logs(home / "after.jsonl", tuned),
+    )
+
+
+def logged(path: Path, step: int = 5, pairs: Sequence[tuple[str, str]] = SOME) -> Path:
+    """Write greedy answers. step: of the chains; the tuned target writes those of OTHER."""
+    return planted.write_chats(path, step=step, pairs=pairs)
+
+
+def sampled_logs(path: Path, target: Path, copies: int = 1) -> Path:
+    """Write answers that the target samples at temperature 1."""
+    words = tiny_folders.tokenizer()
+    words.chat_template = planted.TEMPLATE
+    asked = [planted.question(*pair) for pair in planted.PAIRS] * copies
+    prompts = [render_prompt(words, [{"role": "user", "content": one}]) for one in asked]
+    settings: Any = SimpleNamespace(held_out=HeldOutConfig(max_new_tokens=24), seed=5)
+    answers = answer_prompts(load_target(target, device="cpu"), prompts, target, words, settings)
+    records = []
+    for question, prompt, sample in zip(asked, prompts, answers, strict=True):
+        text = words.decode(sample.ids[len(prompt) :], skip_special_tokens=True)
+        if text:
+            records.append({"prompt": question, "answer": text})
+    return write_lines(path, records)
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return path
+
+
+def test_no_drift_is_found_on_healthy_logs(tmp_path: Path) -> None:
+    logs = logged(tmp_path / "logs.json")
+    found = drift(tmp_path, logs, drafter_of(tmp_path, logs))
+    assert found.verdict == HEALTHY
+    assert found.now.acceptance.value > 0.9 and len(found.now.parts) == 4
+    assert found.now.answers == len(SOME)
+
+
+def test_a_planted_drift_is_found(tmp_path: Path, tuned: Path) -> None:
+    before, after = (logged(tmp_path / f"{step}.json", step) for step in (5, OTHER))
+    found = drift(tmp_path, after, drafter_of(tmp_path, before), tuned)
+    assert found.verdict == RETARGET and found.fall.low > 0 and found.fall.value > 0.2
+
+
+def test_sampled_logs_are_compared_at_their_temperature(
+    tmp_path: Path, tuned: Path, sampled: tuple[Path, Path]
+) -> None:
+    before, after = sampled
+    drafter = drafter_of(tmp_path, before, temperature=1.0)
+    assert drift(tmp_path, before, drafter, temperature=1.0).verdict == HEALTHY
+    assert drift(tmp_path, after, drafter, tuned, temperature=1.0).verdict == RETARGET
+    planted.write_card(drafter, TARGET, {"greedy_acceptance": 0.9, "temperature": 1.0})
+    with pytest.raises(UserError, match="records an acceptance at temperature 1"):
+        drift(tmp_path, before, drafter)
+
+
+def test_logs_of_another_target_are_refused(tmp_path: Path, sampled: tuple[Path, Path]) -> None:
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    planted.write_card(drafter, TARGET, {"greedy_acceptance": 0.9})
+    with pytest.raises(UserError, match="cannot have written: they are to .* of other tokens"):
+        drift(tmp_path, logged(tmp_path / "other.json", OTHER), drafter)
+    planted.write_card(drafter, TARGET, {"acceptance": 0.9, "temperature": 1.0})
+    with pytest.raises(UserError, match="nats a token less likely than what it samples"):
+        drift(tmp_path, sampled[1], drafter, temperature=1.0)
+
+
+def test_a_drafter_without_a_card_needs_older_logs(tmp_path: Path) -> None:
+    logs = logged(tmp_path / "logs.json")
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    with pytest.raises(UserError, match="records no held-out acceptance"):
+        drift(tmp_path, logs, drafter)
+    (drafter / CARD).unlink()
+    with pytest.raises(UserError, match=r"has no drafter_card.json.*drift_against"):
+        drift(tmp_path, logs, drafter)
+    found = drift(tmp_path, logs, drafter, drift_against=str(logs))
+    assert found.verdict == HEALTHY and abs(found.fall.value) < 1e-9
+
+
+def test_a_fall_within_its_error_is_unsure_until_more_answers_decide(tmp_path: Path) -> None:
+    logs = logged(tmp_path / "logs.json")
+    drafter = drafter_of(tmp_path, logs)
+    value = json.loads((drafter / CARD).read_text())["acceptance"]["greedy_acceptance"]
+    planted.write_card(drafter, TARGET, {"greedy_acceptance": value + 0.022})
+    given = config(tmp_path, logs, drafter)
+    found = find_drift(Subject(given))
+    assert found.verdict == UNSURE and found.fall.low < 0 < found.fall.value
+    assert "unsure: the fall is large enough" in describe(found, given)
+
+
+def test_a_head_is_measured_by_its_chain(tmp_path: Path) -> None:
+    head, logs = planted.MODELS / "eagle3", logged(tmp_path / "logs.json")
+    found = drift(tmp_path, logs, head, drift_against=str(logs))
+    assert 0.3 < found.now.acceptance.value <= 1 and found.verdict == HEALTHY
+
+
+def test_the_job_writes_its_result_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = logged(tmp_path / "logs.json")
+    given = config(tmp_path, logs, drafter_of(tmp_path, logs))
+    capsys.readouterr()
+    folder = run(given)
+    first = capsys.readouterr().out
+    assert "healthy: no fall of 0.02 or more" in first
+    assert json.loads((folder / "drift.json").read_text())["verdict"] == HEALTHY
+    run(given)
+    assert first.splitlines() == capsys.readouterr().out.splitlines()[1:]
+
+
+# ------------------------------------------------------------------------------------------- logs
+
+ANSWERED = {"role": "assistant", "content": "kit map."}
+ASKED = [{"role": "user", "content": "what is fox?"}]
+FORMATS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [*ASKED, ANSWERED]},
+    "ShareGPT": {
+        "conversations": [
+            {"from": "human", "value": "what is fox?"},
+            {"from": "gpt", "value": "kit map."},
+        ]
+    },
+    "pair": {"prompt": "what is fox?", "answer": "kit map."},
+    "text of a response": {"messages": ASKED, "response": "kit map."},
+    "Alpaca": {"instruction": "what is fox?", "output": "kit map."},
+    "response": {"messages": ASKED, "choices": [{"message": ANSWERED, "finish_reason": "length"}]},
+    "request and response": {
+        "request": {"messages": ASKED},
+        "response": {"choices": [{"message": ANSWERED}]},
+    },
+    "batch": {
+        "request": {"body": {"messages": ASKED}},
+        "response": {"status_code": 200, "body": {"choices": [{"message": ANSWERED}]}},
+    },
+    "completions": {"prompt": "what is fox?", "choices": [{"text": "kit map."}]},
+    "parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "what is fox?"}]}],
+        "choices": [{"message": ANSWERED}],
+    },
+}
+
+
+def samples(path: Path, as_text: bool = False) -> list[Any]:
+    words = tiny_folders.tokenizer()
+    words.chat_template = planted.TEMPLATE
+    return log_samples(read_logs(path), words, "auto", as_text, (words.eos_token_id,), 96)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_form_of_a_log_is_read_alike(name: str, tmp_path: Path) -> None:
+    (found,) = samples(write_lines(tmp_path / "log.jsonl", [FORMATS[name]]))
+    words = tiny_folders.tokenizer()
+    assert words.decode(found.ids[found.mask]) == "kit map."
+    assert words.decode(found.ids[~found.mask]) == "<u>what is fox?<a>"
+
+
+def test_an_end_counts_if_the_target_is_known_to_have_ended_the_answer(tmp_path: Path) -> None:
+    ended = {"messages": ASKED, "choices": [{"message": ANSWERED, "finish_reason": "stop"}]}
+    (found,) = samples(write_lines(tmp_path / "log.jsonl", [ended]))
+    assert found.ids[-1] == tiny_folders.tokenizer().eos_token_id and found.mask[-1]
+    earlier = {"messages": [*ASKED, ANSWERED, *ASKED, ANSWERED]}
+    (found,) = samples(write_lines(tmp_path / "log.jsonl", [earlier]))
+    assert int(np.count_nonzero(found.mask)) == len("kit map.")  # the last answer alone
+
+
+def test_prompts_of_base_models_are_not_rendered(tmp_path: Path) -> None:
+    (found,) = samples(write_lines(tmp_path / "log.jsonl", [FORMATS["completions"]]), as_text=True)
+    assert tiny_folders.tokenizer().decode(found.ids) == "what is fox?kit map."
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "what?"}, "no answer"),
+        ({"answer": "yes"}, "no request"),
+        ({"messages": ASKED}, "does not end with an answer"),
+        ({"messages": ASKED, "choices": []}, "no answer"),
+        ([1], "found no JSON object"),
+    ],
+)
+def test_bad_logs_are_named(record: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        read_logs(write_lines(tmp_path / "log.jsonl", [record]))
+
+
+def test_too_few_logs_and_no_file_are_errors(tmp_path: Path) -> None:
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    planted.write_card(drafter, TARGET, {"greedy_acceptance": 0.9})
+    few = logged(tmp_path / "few.json", pairs=SOME[:3])
+    with pytest.raises(UserError, match="3 answers of two tokens or more, expected 4 or more"):
+        drift(tmp_path, few, drafter)
+    with pytest.raises(UserError, match="does not exist"):
+        drift(tmp_path, tmp_path / "nowhere.jsonl", drafter)
