@@ -70,7 +70,8 @@ def run_drift(config: DoctorConfig) -> Path:
     if config.dry_run:
         print(
             f"would read up to {config.max_chats} answers of {config.drift} with "
-            f"{drafter_name(config)} and {config.target.path}, and write drift.json into {config.output_dir}"
+            f"{drafter_name(config)} and {config.target.path}, and write drift.json into "
+            f"{config.output_dir}"
         )
         return Path(config.output_dir)
     folder = RunFolder(config)
