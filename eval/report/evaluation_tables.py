@@ -17,8 +17,8 @@ from eval.statistics.paired_comparison import paired_comparisons
 from eval.statistics.schema import RoundBudget, Row
 from jobs.drafter_use import ALONE
 
-# Shares by which a prediction and a replay may differ from the measurement without a mark.
-PREDICTED_WITHIN, REPLAYED_WITHIN = 0.1, 0.05
+# Shares by which a prediction, by formula and from a trace, may be off without a mark.
+PREDICTED_WITHIN, FROM_TRACE_WITHIN = 0.1, 0.05
 BASELINE = {"drafter": "none (autoregressive)"}
 # Columns that narrow terminals leave out.
 SPARE = (
@@ -90,7 +90,7 @@ def off_by(predicted: float | None, row: Row, within: float) -> bool:
 
 
 def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
-    """Return a table of predicted and replayed speedups next to the measured ones."""
+    """Return a table of speedups predicted by formula and from traces next to the measured ones."""
     overlapped = any(row.schedule in SCHEDULES for _, row in named)
     cells, marks = [], []
     for name, row in named:
@@ -113,15 +113,15 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
             cells[-1] |= {
                 "clock": clock if row.schedule in SCHEDULES else NONE,
                 "lanes hidden": percent(row.overlap),
-                "replay": times(row.replayed_speedup),
-                "replay / measured": _ratio(row.replayed_speedup, row),
+                "from trace": times(row.replayed_speedup),
+                "from trace / measured": _ratio(row.replayed_speedup, row),
             }
         predicted_off = off_by(reliable, row, PREDICTED_WITHIN) or bool(row.unreliable)
-        replay_off = off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
-        marks.append("bad" if predicted_off or replay_off else "")
+        trace_off = off_by(row.replayed_speedup, row, FROM_TRACE_WITHIN)
+        marks.append("bad" if predicted_off or trace_off else "")
     spare = (
         *("length set by", "predicted there", "best gamma", "lanes hidden", "clock"),
-        *("predicted / measured", "replay / measured"),
+        *("predicted / measured", "from trace / measured"),
     )
     return make_table("Predicted and measured speedup", cells, marks, spare)
 

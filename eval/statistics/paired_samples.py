@@ -18,7 +18,7 @@ from decoding.rounds.stats import distinct_n
 from decoding.schedules.by_name import SCHEDULES
 from eval.measure.records import Record
 from eval.statistics import metrics
-from eval.statistics.replay import Turn, can_replay, mean_lanes
+from eval.statistics.pearl_trace import Turn, has_trace_turns, mean_lanes
 from eval.statistics.schema import DrafterFacts, PartTimes
 from jobs.drafter_use import ALONE
 
@@ -281,15 +281,15 @@ def _overhead(
     extra_ms = []
     for gamma, sample in timed.items():
         busy = busy_ms(sample, facts, parts)
-        if replayable(facts, sample):
+        if predictable_from_traces(facts, sample):
             busy = t_1 * mean_lanes(sample.traces, gamma, limit, facts.schedule, costs)
         extra_ms.append(sample.round_ms - busy)
     return float(np.mean(extra_ms)) / t_1
 
 
-def replayable(facts: DrafterFacts, sample: PairedSample) -> bool:
+def predictable_from_traces(facts: DrafterFacts, sample: PairedSample) -> bool:
     """Return whether the traces alone determine the rounds: one row per batch, and not PEARL+."""
-    return can_replay(facts.schedule) and len(sample.traces) == sample.turns
+    return has_trace_turns(facts.schedule) and len(sample.traces) == sample.turns
 
 
 def lane_costs(
@@ -297,7 +297,7 @@ def lane_costs(
 ) -> prediction.Costs:
     """Return the costs of an overlapped run's lanes, in units of a target forward over one token.
 
-    taken: the turns replayed from the run's traces. The costs are the run's means for a drafted
+    taken: the turns that follow from the run's traces. The costs are the run's means for a drafted
     token, for a forward of each width, and for the rest of a round.
     """
     shape = prediction.Costs(0.0, V)

@@ -27,12 +27,12 @@ from eval.statistics.paired_samples import (
     lane_costs,
     pair_samples,
     pool_counts,
-    replayable,
+    predictable_from_traces,
     speed_columns,
     target_ms,
     total,
 )
-from eval.statistics.replay import replayed_speedup, turns
+from eval.statistics.pearl_trace import speedup_from_trace, turns
 from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
 from jobs.drafter_use import ALONE
 
@@ -111,7 +111,7 @@ def build_row(
         **_headline(units, run),
         predicted_speedup=predicted,
         unreliable="" if predicted is None else _doubt(run, facts, pool),
-        replayed_speedup=_replayed(run, facts, first.num_draft_tokens, sample, pool),
+        replayed_speedup=_from_traces(run, facts, first.num_draft_tokens, sample, pool),
         best_gamma=verdict.gamma,
         best_gamma_speedup=verdict.speedup,
         helps=verdict.helps,
@@ -233,18 +233,18 @@ def _categories(units: Sequence[PairedSample], run: RunFacts) -> list[Category]:
     return rows
 
 
-def _replayed(
+def _from_traces(
     run: RunFacts, facts: DrafterFacts, gamma: int, sample: PairedSample, pool: Pool
 ) -> float | None:
-    """Return the speedup of an overlapped schedule replayed from its traces and lane times."""
-    if not replayable(facts, sample):
+    """Return the speedup of an overlapped schedule, predicted from its traces and lane times."""
+    if not predictable_from_traces(facts, sample):
         return None
     taken = [
         turn
         for trace in sample.traces
         for turn in turns(trace, gamma, run.max_new_tokens, facts.schedule)
     ]
-    return replayed_speedup(taken, lane_costs(sample, taken, pool.costs.V))
+    return speedup_from_trace(taken, lane_costs(sample, taken, pool.costs.V))
 
 
 def pool_of(

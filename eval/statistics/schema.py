@@ -169,7 +169,7 @@ class Row:
     speedup_high: float | None
     speedup_with_prefill: float
     predicted_speedup: float | None  # None: no closed form for this schedule
-    # overlapped schedules at batch size 1: see eval.statistics.replay
+    # overlapped schedules at batch size 1: the prediction of eval.statistics.pearl_trace
     replayed_speedup: float | None
     headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
     headline_alpha: float | None

@@ -1,4 +1,4 @@
-"""Clocks of PEARL's schedules: decoding takes exactly the time that its replay predicts.
+"""Clocks of PEARL's schedules: decoding takes exactly the time that its trace predicts.
 
 The two lanes take known times, on the virtual and the wall clock. All times are multiples of 1/8,
 so nothing is rounded.
@@ -19,7 +19,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules import pearl, pearl_wall
-from eval.statistics.replay import lanes, replayed_speedup, turns
+from eval.statistics.pearl_trace import lanes, speedup_from_trace, turns
 from tests.decoding.test_laws import models
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
@@ -132,22 +132,22 @@ def traces() -> list[str]:
 @pytest.mark.parametrize(
     "schedule", tiered(SCHEDULES, ["pearl_virtual", "pearl_wall_wo_pre", "pearl_wall_wo_post"])
 )
-def test_the_replay_equals_the_schedules_clock(
+def test_the_trace_predicts_the_schedules_clock(
     schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for trace, done in zip(traces, decoded(schedule, monkeypatch), strict=True):
         taken = list(turns(trace, GAMMA, LIMIT, schedule.replace("wall", "virtual")))
         assert done.lanes_seconds == sum(lanes(turn, COSTS) for turn in taken)
         assert done.decode_seconds == done.lanes_seconds + REST * done.rounds
-        assert replayed_speedup(taken, COSTS) == len(done.tokens) / done.decode_seconds
+        assert speedup_from_trace(taken, COSTS) == len(done.tokens) / done.decode_seconds
         assert done.target_seconds == sum(V[turn.width] for turn in taken if turn.width)
         assert done.draft_seconds == sum(turn.drafted * DRAFT for turn in taken)
 
 
-def test_lanes_that_wait_differ_from_the_replay(
+def test_lanes_that_wait_differ_from_the_prediction(
     traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: a worker that drafts only after the target is slower than its replay."""
+    """Control: a worker that drafts only after the target is slower than its trace predicts."""
     for trace, done in zip(traces, decoded("pearl_wall", monkeypatch, overlaps=False), strict=True):
         taken = list(turns(trace, GAMMA, LIMIT, "pearl_wall"))
-        assert replayed_speedup(taken, COSTS) > 1.05 * len(done.tokens) / done.decode_seconds
+        assert speedup_from_trace(taken, COSTS) > 1.05 * len(done.tokens) / done.decode_seconds

@@ -1,4 +1,4 @@
-"""Overlapped schedules and their replay, on SIMULATED records whose lanes took known times."""
+"""Overlapped schedules and predictions from traces, on SIMULATED records with known times."""
 
 import io
 import re
@@ -9,10 +9,10 @@ from rich.console import Console
 
 from eval.measure.parts import Slice
 from eval.measure.records import AUTOREGRESSIVE, Record
-from eval.report.evaluation_tables import REPLAYED_WITHIN, off_by, predictions_table
+from eval.report.evaluation_tables import FROM_TRACE_WITHIN, off_by, predictions_table
 from eval.report.page import evaluation_page
 from eval.report.terminal import print_evaluation
-from eval.statistics.replay import turns
+from eval.statistics.pearl_trace import turns
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, Row
 from tests.support.simulated_records import PROVENANCE, T_TARGET_MS, run_facts
@@ -23,7 +23,7 @@ PEARL = ("pearl_virtual", "pearl_wall", "pearl_wall_wo_post")
 
 
 def decoded(name: str, schedule: str, number: int, apart: float) -> Record:
-    """Return a record of a generation that took `apart` times the time that its replay predicts."""
+    """Return a record of a generation that took `apart` times the time that its trace predicts."""
     trace = TRACES[number]
     taken = list(turns(trace, GAMMA, LIMIT, schedule))
     draft_ms = [turn.drafted * T_DRAFT_MS for turn in taken]
@@ -88,28 +88,28 @@ def rows_of(apart: float, schedules: tuple[str, ...] = PEARL) -> tuple[list[Row]
     return build_rows(run_facts(), facts, slices, records), records
 
 
-def test_lanes_of_mean_length_are_replayed_exactly() -> None:
+def test_lanes_of_mean_length_are_predicted_exactly() -> None:
     for row in rows_of(1.0)[0]:
         assert row.replayed_speedup == pytest.approx(row.speedup, rel=1e-12)
-        assert not off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
+        assert not off_by(row.replayed_speedup, row, FROM_TRACE_WITHIN)
 
 
 @pytest.mark.parametrize(
     ("apart", "marked"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)]
 )
-def test_a_measurement_far_from_its_replay_is_marked(apart: float, marked: bool) -> None:
+def test_a_measurement_far_from_its_trace_is_marked(apart: float, marked: bool) -> None:
     rows = [replace(row, predicted_speedup=row.speedup) for row in rows_of(apart)[0]]
     for row in rows:
         assert row.replayed_speedup == pytest.approx(apart * row.speedup)
-        assert off_by(row.replayed_speedup, row, REPLAYED_WITHIN) == marked
+        assert off_by(row.replayed_speedup, row, FROM_TRACE_WITHIN) == marked
     table = predictions_table([(row.drafter, row) for row in rows])
-    ratio = table.columns.index("replay / measured")
+    ratio = table.columns.index("from trace / measured")
     assert [cells[ratio] for cells in table.rows] == [f"{apart:.2f}"] * len(PEARL)
     assert table.marks == ["bad" if marked else ""] * len(PEARL)
 
 
 @pytest.mark.parametrize("apart", [1.04, 1.06])
-def test_terminal_and_page_show_replay_over_measurement(apart: float) -> None:
+def test_terminal_and_page_show_prediction_from_trace_over_measurement(apart: float) -> None:
     rows, records = rows_of(apart)
     html, printed = evaluation_page(rows, records, PROVENANCE), io.StringIO()
     print_evaluation(rows, Console(file=printed))
@@ -118,7 +118,7 @@ def test_terminal_and_page_show_replay_over_measurement(apart: float) -> None:
     assert len(ratios) == len(PEARL)
 
 
-def test_rows_without_a_replay_are_not_marked() -> None:
+def test_rows_without_a_trace_are_not_marked() -> None:
     row = replace(rows_of(1.06)[0][0], schedule="pearl_plus_wall", replayed_speedup=None)
-    assert not off_by(row.replayed_speedup, row, REPLAYED_WITHIN)
+    assert not off_by(row.replayed_speedup, row, FROM_TRACE_WITHIN)
     assert predictions_table([("x", row)]).rows[0][-1] == "–"

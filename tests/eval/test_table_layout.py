@@ -119,14 +119,14 @@ def test_an_evaluation_is_readable_in_any_width(rows: list[Row], width: int | No
 def test_the_legend_has_only_words_that_are_used(
     rows: list[Row], records: list[object], html: str
 ) -> None:
-    """Check the replay of overlapped schedules; the control has such a schedule."""
+    """Check the prediction from traces of overlapped schedules; the control has such a schedule."""
     assert set(used_words(LEGEND, result_tables(rows))) >= {"speedup", "c", "V", "distinct-4"}
-    assert "replay" not in html
+    assert "from trace" not in html
     console = Console(file=io.StringIO())
     print_evaluation(rows, console)
-    assert "replay" not in console.file.getvalue()
+    assert "from trace" not in console.file.getvalue()
     overlapped = [dataclasses.replace(row, schedule="pearl_virtual") for row in rows]
     named = [(row.drafter, row) for row in overlapped]
-    assert "replay" in used_words(LEGEND, [predictions_table(named)])
+    assert "from trace" in used_words(LEGEND, [predictions_table(named)])
     page = evaluation_page(overlapped, records, PROVENANCE)
-    assert re.search("<dt>replay</dt>", page) and "a replay more than 5 % off," in page
+    assert re.search("<dt>from trace</dt>", page) and "one from a trace more than 5 % off," in page

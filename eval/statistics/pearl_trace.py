@@ -1,8 +1,8 @@
-"""Replay of PEARL's state machine over logged accept/reject traces.
+"""Speedups of PEARL's schedules, predicted from traces of accepted and rejected drafts.
 
 The closed form (decoding.costs.prediction.pearl_round) assumes uniform acceptance; a trace keeps
 the bursts of real acceptance. Each turn costs its longer lane, at the run's mean cost of a drafted
-token and of a forward, so the machine's speed cancels. If measurement and replay agree, the
+token and of a forward, so the machine's speed cancels. If measurement and prediction agree, the
 schedule works; if they differ, the lanes did not overlap.
 
 A trace has a character for each emitted token: `1` for an accepted draft, `0` for the target's
@@ -27,7 +27,7 @@ class Turn:
     gained: int  # tokens emitted
 
 
-def can_replay(schedule: str) -> bool:
+def has_trace_turns(schedule: str) -> bool:
     """Return whether the trace alone determines the next turn; PEARL+ also uses costs."""
     return schedule in SCHEDULES and "plus" not in schedule
 
@@ -80,7 +80,7 @@ def mean_lanes(traces: Iterable[str], gamma: int, limit: int, schedule: str, cos
     return sum(lanes(turn, costs) for turn in taken) / sum(turn.width > 0 for turn in taken)
 
 
-def replayed_speedup(taken: Sequence[Turn], costs: Costs) -> float:
+def speedup_from_trace(taken: Sequence[Turn], costs: Costs) -> float:
     """Return the speedup if every turn costs its longer lane, and every forward the overhead."""
     spent = sum(lanes(turn, costs) + costs.overhead * (turn.width > 0) for turn in taken)
     return sum(turn.gained for turn in taken) * (1.0 + costs.baseline_overhead) / spent

@@ -1,4 +1,4 @@
-"""Replay of PEARL's state machine.
+"""Speedups of PEARL's schedules, predicted from a trace.
 
 Greedy acceptance is a property of each position, so a trace logged at one draft length predicts,
 turn by turn, the decoder's rounds at every other length.
@@ -14,14 +14,14 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from eval.run import run
-from eval.statistics.replay import can_replay, mean_lanes, replayed_speedup, turns
+from eval.statistics.pearl_trace import has_trace_turns, mean_lanes, speedup_from_trace, turns
 from eval.statistics.schema import read_rows
 from tests.decoding.test_laws import models
 from tests.support.tiers import tiered
 from tests.support.tiny_folders import config
 from tests.support.tiny_targets import random_prompts
 
-REPLAYED = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post"]
+PREDICTED = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post"]
 LIMIT = 60
 
 
@@ -46,7 +46,7 @@ def traces() -> list[str]:
 
 
 def counts(trace: str, gamma: int, schedule: str) -> tuple[int, int, int]:
-    """Return (target forwards, drafted tokens, emitted tokens) of a replay."""
+    """Return (target forwards, drafted tokens, emitted tokens) that follow from a trace."""
     taken = list(turns(trace, gamma, LIMIT, schedule))
     return (
         sum(t.width > 0 for t in taken),
@@ -56,7 +56,7 @@ def counts(trace: str, gamma: int, schedule: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("gamma", tiered([1, 2, 5], [5]))
-@pytest.mark.parametrize("schedule", REPLAYED)
+@pytest.mark.parametrize("schedule", PREDICTED)
 def test_a_trace_predicts_every_schedule_at_every_length(
     schedule: str, gamma: int, traces: list[str]
 ) -> None:
@@ -82,19 +82,19 @@ def test_many_coins_give_the_closed_form() -> None:
         0.3, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}, overhead=0.2, baseline_overhead=0.1
     )
     tokens, cost = pearl_round(0.7, 4, costs)
-    replayed = replayed_speedup(list(turns(trace, 4, len(trace) + 100, "pearl_virtual")), costs)
-    assert replayed == pytest.approx(tokens * 1.1 / cost, rel=0.01)
+    predicted = speedup_from_trace(list(turns(trace, 4, len(trace) + 100, "pearl_virtual")), costs)
+    assert predicted == pytest.approx(tokens * 1.1 / cost, rel=0.01)
 
 
-def test_only_the_replay_sees_bursts() -> None:
-    """Check that the replay predicts a higher speedup if accepted tokens come in long runs.
+def test_a_trace_keeps_bursts() -> None:
+    """Check that a trace predicts a higher speedup if accepted tokens come in long runs.
 
     Both traces have the same acceptance rate.
     """
     costs = Costs(0.25, {1: 1.0, 5: 1.0})
     even, bursts = "10" * 500, ("1" * 50 + "0" * 50) * 10
     speeds = [
-        replayed_speedup(list(turns(trace, 4, 2_000, "pearl_virtual")), costs)
+        speedup_from_trace(list(turns(trace, 4, 2_000, "pearl_virtual")), costs)
         for trace in (even, bursts)
     ]
     assert speeds[1] > 1.3 * speeds[0]
@@ -111,17 +111,17 @@ def test_rounds_are_priced_by_their_longer_lane() -> None:
 
 
 def test_untested_tokens_of_a_trace_are_named() -> None:
-    assert not can_replay("pearl_plus_virtual")
-    assert not can_replay("serial")
+    assert not has_trace_turns("pearl_plus_virtual")
+    assert not has_trace_turns("serial")
     with pytest.raises(ValueError, match="token 2 was never tested"):
         list(turns("11.1", 2, 10, "pearl_virtual"))
 
 
-def test_overlapped_rows_are_replayed(home):
+def test_overlapped_rows_are_predicted_from_traces(home):
     shallow = str(home / "shallow")
     names = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post", "pearl_plus_virtual"]
     ways = [{"use": shallow, "schedule": name, "name": name} for name in names]
-    folder = run(config(home, "replayed", drafters=ways, temperatures=[0.0], sweep=[3]))
+    folder = run(config(home, "predicted", drafters=ways, temperatures=[0.0], sweep=[3]))
     rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
     assert all(rows[name].replayed_speedup > 0 for name in names[:3])
     assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
