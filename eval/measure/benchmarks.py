@@ -53,7 +53,7 @@ def load_benchmark(
         tokenizer, cfg.render, cfg.chat_template, ("benchmark.render", "benchmark.chat_template")
     )
     cfg = replace(cfg, render=render)
-    everything = _read(cfg)
+    everything = select_prompts(cfg)
     chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
     if not chosen:
         categories = ", ".join(sorted({prompt.category for prompt in everything}))
@@ -78,7 +78,7 @@ def load_benchmark(
     if cfg.sweep_path:
         measured = [prompt.turns for prompt in kept]
         apart = replace(cfg, path=cfg.sweep_path, ids="", first=0)
-        others = [prompt for prompt in _read(apart) if prompt.turns not in measured]
+        others = [prompt for prompt in select_prompts(apart) if prompt.turns not in measured]
         if not others:
             raise UserError(
                 f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
@@ -129,8 +129,11 @@ def spread_over_categories(prompts: Sequence[Prompt], count: int) -> list[Prompt
     return [prompts[index] for index in sorted(chosen)]
 
 
-def _read(cfg: BenchmarkConfig) -> list[Prompt]:
-    """Read the prompts that the options select, with their turns ready to be rendered."""
+def select_prompts(cfg: BenchmarkConfig) -> list[Prompt]:
+    """Read the prompts that the options select, with their turns ready to be rendered.
+
+    Raises UserError for an invalid file, and for ids that it lacks.
+    """
     prompts = read_prompts(cfg.path)
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
@@ -218,16 +221,29 @@ def render_turns(
     render: chat (by chat_template) or text. Raises ValueError unless there is one answer fewer than
     turns.
     """
+    context = conversation(turns, answers, render)
+    if isinstance(context, str):
+        return render_text(tokenizer, context)
+    return render_prompt(tokenizer, context, template=chat_template)
+
+
+def conversation(
+    turns: Sequence[str], answers: Sequence[str], render: str
+) -> str | list[dict[str, str]]:
+    """Return the last of `turns` after earlier turns and their answers: as text, or as messages.
+
+    render: chat or text. Raises ValueError unless there is one answer fewer than turns.
+    """
     if len(answers) != len(turns) - 1:
         raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
     if render == "text":
         earlier = (f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
-        return render_text(tokenizer, "".join(earlier) + turns[-1])
+        return "".join(earlier) + turns[-1]
     messages = [{"role": "user", "content": turns[0]}]
     for turn, answer in zip(turns[1:], answers, strict=True):
         messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": turn})
-    return render_prompt(tokenizer, messages, template=chat_template)
+    return messages
 
 
 def _check_options(cfg: BenchmarkConfig) -> None:

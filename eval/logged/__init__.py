@@ -1,0 +1,1 @@
+"""Logged outputs of a target: their formats, and the replay of drafters on them."""
