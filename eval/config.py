@@ -1,4 +1,4 @@
-"""Settings of `python -m eval.run` and `python -m eval.compare`."""
+"""Settings of the jobs that measure drafters: `eval.run`, `compare`, `replay` and `analyze`."""
 
 from __future__ import annotations
 
@@ -143,3 +143,49 @@ class CompareConfig(JobConfig):
     prompts: str = "headline"  # prompts that count: headline (those whose text does not loop) | all
     bootstrap_resamples: int = 2000  # resamples of the 95 % interval of one speedup over another
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass
+class ReplayConfig(JobConfig):
+    """Replay of drafters on logged outputs of a target, which is not loaded."""
+
+    # logged outputs: tensors as text, JSON lines, chats, responses of vLLM or OpenAI's API, or a
+    # run folder of eval.run
+    log: str = ""
+    # batch file with the requests (custom_id, body) of a log of responses; empty: the log has them
+    requests: str = ""
+    # the target that wrote the log, of which only the tokenizer is read; or a tokenizer's folder
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # prompts of the log; an empty path: the log has them
+    benchmark: BenchmarkConfig = field(default_factory=lambda: BenchmarkConfig(path=""))
+    # drafters that draft from text alone, as in eval.run
+    drafters: list[Any] = field(default_factory=list)
+    prompt_lookup_control: bool = True  # add the prompt-lookup row if the list does not name it
+    # draft lengths; all of a chain's take one pass over the log
+    num_draft_tokens: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    # rule that ends a draft, as in eval.run but for cost_ratio, which needs a target's costs;
+    # null: fixed; a drafter's mapping may override it
+    stopping: str | None = None
+    # threshold of the rules that have one; null: the default of the rule
+    stopping_threshold: float | None = None
+    # find the rounds of chains and lookups from the text, in one pass; false: draft them in the
+    # decoding loop, as all others
+    one_pass: bool = True
+    max_outputs: int = 0  # only the first N outputs of the log; 0: all
+    # write totals/DRAFTER-LENGTH.txt, the published output file, for each row
+    write_totals: bool = False
+    bootstrap_resamples: int = 2000  # resamples of the 95 % interval of tau
+    # chats on which an experiment trains its drafter
+    training_chats: list[str] = field(default_factory=list)
+    # further chats, for the held-out loss of that training
+    held_out_chats: list[str] = field(default_factory=list)
+
+
+@dataclass
+class AnalyzeConfig(JobConfig):
+    """Averages of tokens a round, as published, and what they hide."""
+
+    # run folder of eval.replay or eval.run, or an output file in the published format
+    path: str = ""
+    # draft length of a published output file, for its acceptance rate; 0: not known
+    num_draft_tokens: int = 0

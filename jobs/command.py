@@ -22,6 +22,8 @@ JOBS = {
     "eval.run": "Measure drafters against autoregressive decoding and write a report",
     "eval.compare": "Compare measured drafters in one report",
     "eval.doctor": "Find out why a drafter's acceptance is what it is",
+    "eval.replay": "Measure the acceptance of drafters on logged outputs, without the target",
+    "eval.analyze": "Print the published averages of tokens a round, and what they hide",
 }
 USAGE = """Drafters that make large language models decode faster, without changing a word of their output.
 

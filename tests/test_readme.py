@@ -22,9 +22,11 @@ import distill.quality
 import distill.regenerate.job
 import distill.skip_search
 import distill.train
+import eval.analyze
 import eval.compare
 import eval.doctor.job
 import eval.measure.parts
+import eval.replay
 import eval.run
 import heads.train
 import recurrent_drafting.generate
@@ -59,8 +61,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.regenerate": distill.regenerate.job.run,
     "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
+    "eval.analyze": eval.analyze.run,
     "eval.compare": eval.compare.run,
     "eval.doctor": eval.doctor.job.run,
+    "eval.replay": eval.replay.run,
     "eval.run": eval.run.run,
     "heads.train": heads.train.run,
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
@@ -89,8 +93,10 @@ TOY = {
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4 "
     "held_out.costs=none",
+    "eval.analyze": "dry_run=true",
     "eval.compare": "dry_run=true",
     "eval.doctor": "max_prompts=4 max_new_tokens=8",
+    "eval.replay": "num_draft_tokens=[2] bootstrap_resamples=50 stages=[]",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
     "heads.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
@@ -174,6 +180,14 @@ def write_pearl_prompts(folder: Path) -> Path:
     return folder
 
 
+def write_answers(path: Path) -> Path:
+    """Write logged answers to the embedded prompts."""
+    prompts = read_prompts(ROOT / "assets" / "prompts.jsonl")
+    lines = [json.dumps({"id": one.id, "turns": ["return None"]}) for one in prompts]
+    path.write_text("\n".join(lines))
+    return path
+
+
 def write_chats_folder(folder: Path) -> Path:
     """Write a folder that `datasets` loads, with a column `messages` of a few chats."""
     chats = [
@@ -225,6 +239,7 @@ def test_every_command_runs_at_toy_size(
         "runs/answers/chats.json": ROOT / "assets/chats.json",
         "other_prompts.jsonl": ROOT / "assets/prompts.jsonl",
     }
+    real |= {"answers.jsonl": write_answers(tmp_path / "answers.jsonl")}
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": write_pearl_prompts(tmp_path)}
     # written by write_pearl_prompts
     real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}

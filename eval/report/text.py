@@ -25,6 +25,7 @@ _LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml")
 LEGEND: dict[str, str] = _LEGENDS["evaluation"]
 ENGINES_LEGEND: dict[str, str] = _LEGENDS["engines"]
 COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
+REPLAY_LEGEND: dict[str, str] = _LEGENDS["replay"]
 ENGINES_COMPARED_LEGEND: dict[str, str] = _LEGENDS["engines_compared"]
 
 

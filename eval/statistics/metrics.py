@@ -144,6 +144,13 @@ def paired_bootstrap(
     return _bootstrap((tokens_P, seconds_P, base_tokens_P, base_seconds_P), _ratio, resamples, seed)
 
 
+def bootstrap_tau(
+    tokens_P: ArrayLike, rounds_P: ArrayLike, *, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Return tau, tokens / rounds, with its 95 % interval under resampling of prompts."""
+    return _bootstrap((tokens_P, rounds_P), lambda tokens, rounds: tokens / rounds, resamples, seed)
+
+
 def paired_speedups(
     one_P: Sequence[ArrayLike],
     other_P: Sequence[ArrayLike],

@@ -22,7 +22,7 @@ from distill.config import (
     RegenerateConfig,
     TrainConfig,
 )
-from eval.config import CompareConfig, EvalConfig
+from eval.config import AnalyzeConfig, CompareConfig, EvalConfig, ReplayConfig
 from eval.doctor.config import DoctorConfig
 from heads.train import find_kind_name, schema_of
 from jobs import stages
@@ -38,8 +38,10 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
     "distill.regenerate": RegenerateConfig,
     "distill.train": TrainConfig,
+    "eval.analyze": AnalyzeConfig,
     "eval.compare": CompareConfig,
     "eval.doctor": DoctorConfig,
+    "eval.replay": ReplayConfig,
     "eval.run": EvalConfig,
     "heads.train": schema_of("recurrent"),
     "recurrent_drafting.generate": GenerateConfig,

@@ -13,10 +13,12 @@ import distill.regenerate.job
 import distill.skip_search
 import distill.train
 import eval.compare
+import eval.replay
 import eval.run
 import recurrent_drafting.train
 from tests.support.configurations import configuration
 
+_LOG = Path(__file__).parent.parent / "fixtures" / "logged_outputs.jsonl"
 _LOOP = [
     "loop.max_steps=2",
     "loop.tokens_per_step=256",
@@ -117,6 +119,12 @@ JOBS = {
         ("drafters",),
     ),
     "eval.compare": SmallJob(eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)),
+    "eval.replay": SmallJob(
+        eval.replay.run,
+        ("target.path",),
+        (f"log={_LOG}", "num_draft_tokens=[2]", "bootstrap_resamples=50"),
+        ("drafters",),
+    ),
 }
 
 

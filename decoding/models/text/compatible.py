@@ -25,7 +25,10 @@ def check_same_tokenizer(
     other lacks, such as [PAD]. Text after special tokens is not compared, since drafters read the
     target's ids.
     """
-    target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
+    # where no target is loaded, its folder may hold the tokenizer alone
+    of_model = (Path(target_folder) / "config.json").is_file()
+    target = load_tokenizer(target_folder, of_model=of_model)
+    drafter = load_tokenizer(drafter_folder)
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
     difference = _describe_differing_ids(target, drafter, "drafter")
     difference = difference or _describe_differing_text(target, drafter, list(PROBES))

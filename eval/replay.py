@@ -1,0 +1,267 @@
+"""`python -m eval.replay log=OUTPUTS`: acceptance of drafters on logged outputs, without a target.
+
+Greedy verification accepts a draft as long as it equals the target's own text. So the rounds of
+greedy speculative decoding follow from what the target wrote, and any drafter that drafts from text
+alone can be ranked on a log: exactly those rounds, draft lengths and acceptance rates. Source of
+the idea: the demo of "Decoding Speculative Decoding" (Yan et al. 2024, arXiv 2402.01528).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.devices import device_of
+from decoding.engine import stop_tokens
+from decoding.errors import UserError
+from decoding.models.folder import read_config
+from decoding.models.load import AUTO
+from decoding.models.text.tokenizer import TOKENIZER_FILES, load_tokenizer
+from decoding.stopping.policies import NAMES
+from decoding.values import check_choice
+from eval.config import ReplayConfig
+from eval.logged.published import write_totals
+from eval.logged.reading import read_log
+from eval.logged.records import RECORDS
+from eval.logged.replay import Replay, refuse_drafter, refuse_mapping, replay
+from eval.logged.rows import ReplayedOutput, ReplayRow, outputs_of, replay_table, rows_of
+from eval.logged.texts import LoggedTexts, Reader
+from eval.logged.traces import emitted_tokens
+from eval.report import text
+from eval.report.terminal import print_tables
+from jobs import drafters as drafter_list
+from jobs.config import refuse_parallel
+from jobs.files import write_text
+from jobs.job import job_main
+from jobs.paths import is_here, model_is_here, resolve, resolve_model
+from jobs.run_files import read_journal_lines
+from jobs.run_folder import RunFolder, hardware
+
+ROWS, OUTPUTS, TOTALS = "replay.jsonl", "replays.jsonl", "totals"
+MOST_DRAFTED = 4096
+
+
+def run(cfg: ReplayConfig) -> Path:
+    """Replay and report; return the run folder with replay.jsonl and replays.jsonl.
+
+    A dry run reads the log, if it is there, prints the plan and writes nothing. Raises UserError
+    for invalid settings, for a log that cannot be read, is malformed, or is of other prompts or of
+    another tokenizer, and for drafters that need more than the text.
+    """
+    check(cfg)
+    if cfg.dry_run:
+        _print_plan(cfg)
+        return Path(cfg.output_dir)
+    folder = RunFolder(cfg)
+    rows_file, outputs_file = folder.path / ROWS, folder.path / OUTPUTS
+    if folder.finished(rows_file, outputs_file):
+        print(
+            f"{folder.path} is finished; nothing is replayed again. Delete it, or set another "
+            f"output_dir=, to replay again."
+        )
+        rows, notes = read_rows(rows_file), []
+    else:
+        rows, notes = _replay(cfg, folder)
+    print_tables([replay_table(rows)], [], [*notes, claim(rows[0])], text.REPLAY_LEGEND, None)
+    print(f"\nrows: {rows_file}\nrounds of every output: {outputs_file}")
+    return folder.path
+
+
+def check(cfg: ReplayConfig) -> None:
+    """Raise UserError for settings that cannot be replayed, before anything is read."""
+    for key, fits, expected in (
+        ("log", bool(cfg.log), "a file or a run folder of eval.run: log=OUTPUTS.jsonl"),
+        (
+            "num_draft_tokens",
+            bool(cfg.num_draft_tokens)
+            and all(1 <= length <= MOST_DRAFTED for length in cfg.num_draft_tokens),
+            f"one or more whole numbers from 1 to {MOST_DRAFTED}",
+        ),
+        ("max_outputs", cfg.max_outputs >= 0, "1 or more, or 0 for all"),
+        ("bootstrap_resamples", cfg.bootstrap_resamples >= 1, "1 or more"),
+    ):
+        if not fits:
+            raise UserError(f"{key} is {getattr(cfg, key)!r}, expected {expected}.")
+    check_choice("benchmark.turns", cfg.benchmark.turns, ("first", "all"))
+    if cfg.stopping is not None:
+        check_choice("stopping", cfg.stopping, NAMES)
+    refuse_parallel(cfg.target)
+    drafter_list.check_entries(cfg.drafters)
+
+
+def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list[str]]:
+    """Replay all drafters and write all files; return the rows and notes on the log."""
+    mappings, uses = describe_drafters(cfg)
+    logged, vocab_size, stops = read_texts(cfg)
+    drafters = drafter_list.build(mappings, uses, resolve_model(cfg.target.path, weights=False))
+    for name, drafter in drafters.items():
+        refuse_drafter(name, drafter, uses[name])
+    inputs = _inputs(cfg, mappings)
+    folder.write_manifest(inputs, {}, finished=False)
+    shared = _shared(cfg)
+    shared["temperature"] = logged.temperature
+    rows: list[ReplayRow] = []
+    outputs: list[ReplayedOutput] = []
+    for name, drafter in drafters.items():
+        done = replay(
+            drafter,
+            uses[name],
+            logged.texts,
+            list(dict.fromkeys(cfg.num_draft_tokens)),
+            stop_token_ids=stops,
+            vocab_size=vocab_size,
+            one_pass=cfg.one_pass,
+        )
+        rows += rows_of(
+            name, drafter, uses[name], logged.texts, done, cfg.bootstrap_resamples, **shared
+        )
+        outputs += outputs_of(name, logged.texts, done)
+        if cfg.write_totals:
+            _write_totals(folder.path / TOTALS, name, done)
+    write_text(folder.path / OUTPUTS, _lines(outputs))
+    write_text(folder.path / ROWS, _lines(rows))
+    metrics = {f"{row.drafter}, gamma {row.num_draft_tokens}": row.tau for row in rows}
+    folder.write_manifest(inputs, {"tau": metrics}, finished=True)
+    return rows, [*logged.warnings, *describe(logged)]
+
+
+def describe_drafters(
+    cfg: ReplayConfig,
+) -> tuple[dict[str, dict[str, Any]], dict[str, drafter_list.DrafterUse]]:
+    """Return the mappings of the drafters and their loop options, by name.
+
+    Raises UserError for drafters that are known to need more than the text.
+    """
+    execution = "eager" if cfg.target.execution in ("", AUTO) else cfg.target.execution
+    target = dataclasses.replace(
+        cfg.target, device=device_of(cfg.target.device), execution=execution
+    )
+    mappings = drafter_list.describe(cfg.drafters, target, cfg.prompt_lookup_control)
+    uses = drafter_list.uses(
+        mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold)
+    )
+    for name, mapping in mappings.items():
+        refuse_mapping(name, mapping)
+    return mappings, uses
+
+
+def read_texts(cfg: ReplayConfig) -> tuple[LoggedTexts, int, tuple[int, ...]]:
+    """Return the log's texts, the size of the target's vocabulary and its stop tokens."""
+    folder = resolve_model(cfg.target.path, weights=False)
+    is_model = (folder / "config.json").is_file()
+    tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code, of_model=is_model)
+    vocab_size = int(read_config(folder)["vocab_size"]) if is_model else len(tokenizer)
+    stops = stop_tokens(folder, tokenizer)
+    log = read_log(cfg.log, cfg.requests)
+    reader = Reader(log, cfg.benchmark, tokenizer, vocab_size, stops)
+    return reader.read(cfg.max_outputs), vocab_size, stops
+
+
+def describe(logged: LoggedTexts) -> list[str]:
+    """Return notes on what the log holds and what was left out."""
+    found = [f"{note}." for note in logged.notes]
+    if logged.tokenized:
+        found.append(
+            f"{logged.tokenized} of {len(logged.texts)} outputs are text, tokenized here: the "
+            f"target may have written other tokens of the same text, and its stop token is not "
+            f"replayed."
+        )
+    return found
+
+
+def claim(row: ReplayRow) -> str:
+    """Return the sentence on what the figures are."""
+    if row.temperature:
+        return (
+            f"The log was sampled at temperature {row.temperature:g}: the rounds are those of "
+            f"greedy drafts that are verified against this sample (coupled or point-mass rules)."
+        )
+    unknown = "" if row.temperature is not None else ", if the log is greedy, which it does not say"
+    return (
+        f"Exact: the rounds are those of greedy speculative decoding with the target that wrote "
+        f"these tokens{unknown}."
+    )
+
+
+def read_rows(path: Path) -> list[ReplayRow]:
+    """Return the rows of replay.jsonl. Raises UserError for a damaged file."""
+    found = read_journal_lines(path, lambda values: ReplayRow(**values))
+    if found.wrong or not found.records:
+        raise UserError(
+            f"{path} does not hold rows of this version of eval.replay "
+            f"({(found.wrong or ['no rows'])[0]}). Replay again, with another output_dir=."
+        )
+    return found.records
+
+
+def _lines(items: Sequence[Any]) -> str:
+    return "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in items)
+
+
+def _write_totals(folder: Path, name: str, done: Replay) -> None:
+    folder.mkdir(exist_ok=True)
+    for length, generations in done.generations.items():
+        plain = "".join(letter if letter.isalnum() or letter in "-_+." else "_" for letter in name)
+        emitted = [emitted_tokens(one.trace) for one in generations]
+        write_totals(folder / f"{plain}-{length}.txt", emitted)
+
+
+def _shared(cfg: ReplayConfig) -> dict[str, Any]:
+    """Return the fields that all rows share, but the temperature."""
+    device, machine = device_of(cfg.target.device), hardware()
+    return {
+        "log": Path(cfg.log).name,
+        "target": cfg.target.path.replace(":", " "),
+        "benchmark": cfg.benchmark.name or Path(cfg.benchmark.path or cfg.log).stem,
+        "dtype": cfg.target.dtype,
+        "threads": torch.get_num_threads(),
+        "hardware": machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
+        "seed": cfg.seed,
+    }
+
+
+def _inputs(cfg: ReplayConfig, mappings: dict[str, dict[str, Any]]) -> list[Path]:
+    log, target = resolve(cfg.log), resolve_model(cfg.target.path, weights=False)
+    files = [log / RECORDS if log.is_dir() else log]
+    files += [target / name for name in TOKENIZER_FILES if (target / name).is_file()]
+    files += [resolve(one) for one in (cfg.benchmark.path, cfg.requests) if one]
+    return files + [Path(one["folder"]) for one in mappings.values() if "folder" in one]
+
+
+def _print_plan(cfg: ReplayConfig) -> None:
+    """Print what would be replayed; files may be missing."""
+    if is_here(cfg.log) and model_is_here(cfg.target.path, weights=False):
+        if not _missing(cfg.drafters):
+            describe_drafters(cfg)
+        logged, _, _ = read_texts(cfg)
+        print(f"log: {len(logged.texts)} outputs, {logged.tokens:,} tokens ({logged.kind})")
+        print("\n".join([*logged.warnings, *describe(logged)]))
+    names = [
+        one.get("name", one.get("use")) if isinstance(one, dict) else one for one in cfg.drafters
+    ]
+    names += [drafter_list.CONTROL] * cfg.prompt_lookup_control
+    lengths = ", ".join(map(str, cfg.num_draft_tokens))
+    there = "" if is_here(cfg.log) else " (not there yet)"
+    for path in _missing(cfg.drafters):
+        print(f"not there yet: {path}")
+    print(
+        f"would replay {', '.join(map(str, dict.fromkeys(names)))} at draft lengths {lengths} on "
+        f"{cfg.log}{there}, and write {ROWS} and {OUTPUTS} into {cfg.output_dir}"
+    )
+
+
+def _missing(entries: Sequence[Any]) -> list[str]:
+    """Return the folders of drafters that are not there: earlier stages may still write them."""
+    named = [one.get(key) for one in entries if isinstance(one, dict) for key in ("use", "folder")]
+    named += [one for one in entries if isinstance(one, str)]
+    paths = [one for one in named if isinstance(one, str) and "/" in one and "*" not in one]
+    return list(dict.fromkeys(path for path in paths if not model_is_here(path)))
+
+
+if __name__ == "__main__":
+    job_main("eval.replay", ReplayConfig, run, check)

@@ -1,0 +1,329 @@
+"""`eval.replay` as a job: equality with eval.run, its files, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.errors import UserError
+from eval.analyze import Analyzed, lines, read
+from eval.config import BenchmarkConfig, ReplayConfig
+from eval.measure import parts
+from eval.replay import ROWS, read_rows, run
+from eval.report.plots import Plot
+from eval.run import run as evaluate
+from eval.statistics.schema import read_rows as read_evaluation
+from jobs.config import TargetConfig
+from tests.support import tiny_folders as tiny
+
+
+def config(home: Path, name: str, **changes: Any) -> ReplayConfig:
+    """Return a replay of the drafter `shallow` in `home` on the target's evaluation there."""
+    values = {
+        "job": "eval.replay",
+        "output_dir": str(home / name),
+        "log": str(home / "evaluated"),
+        "target": TargetConfig(path=str(home / "target"), dtype="float64", device="cpu"),
+        "drafters": [str(home / "shallow")],
+        "num_draft_tokens": [3],
+        "bootstrap_resamples": 50,
+    }
+    return ReplayConfig(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an evaluation of the drafter `shallow`, on prompts of two turns."""
+    home = tmp_path_factory.mktemp("replay")
+    tiny.save(home / "target", layers=3)
+    tiny.save(home / "shallow", layers=1)
+    prompts = tiny.prompts(home / "prompts.jsonl", count=5, turns=2)
+    asked = tiny.config(
+        home,
+        "evaluated",
+        benchmark=BenchmarkConfig(path=str(prompts), turns="all"),
+        temperatures=[0.0],
+        sweep=[],
+        sweep_prompts=0,
+        num_draft_tokens=[3],
+        max_new_tokens=24,
+        timing_repeats=1,
+        stop_at_eos=True,
+        drafters=[
+            str(home / "shallow"),
+            {"use": str(home / "shallow"), "lookup": 2, "name": "first"},
+        ],
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
+        patched.setattr(Plot, "svg", "")
+        patched.setattr(Plot, "png", b"")
+        evaluate(asked)
+    return home
+
+
+def test_a_replay_equals_the_evaluation_that_wrote_the_log(evaluated: Path) -> None:
+    drafters = [
+        str(evaluated / "shallow"),
+        {"use": str(evaluated / "shallow"), "lookup": 2, "name": "first"},
+    ]
+    folder = run(config(evaluated, "replayed", drafters=drafters))
+    replayed = {row.drafter: row for row in read_rows(folder / ROWS)}
+    measured = read_evaluation(evaluated / "evaluated" / "results.jsonl")
+    assert (
+        {row.drafter for row in measured}
+        == replayed.keys()
+        == {"shallow", "first", "prompt_lookup"}
+    )
+    for row in measured:
+        other = replayed[row.drafter]
+        for name in ("tokens", "rounds", "tested_by_depth", "accepted_by_depth", "alpha", "tau"):
+            assert getattr(other, name) == getattr(row, name), (row.drafter, name)
+        assert other.drafted == pytest.approx(row.drafted)
+        assert (other.prompts, other.outputs, other.temperature) == (5, 10, 0.0)
+        assert other.drafter_parameters == row.drafter_parameters
+    assert replayed["shallow"].break_even_cost_ratio == pytest.approx(
+        (replayed["shallow"].tau - 1) / replayed["shallow"].drafted
+    )
+    assert replayed["prompt_lookup"].break_even_cost_ratio is None
+
+
+def test_control_another_text_gives_other_rounds(evaluated: Path) -> None:
+    records = (evaluated / "evaluated" / "records.jsonl").read_text().splitlines()
+    plain = [json.loads(line) for line in records]
+    target = [one for one in plain if one["drafter"] == "autoregressive"]
+    log = evaluated / "reversed.txt"
+    log.write_text(
+        "".join(f"tensor([{one['tokens'][::-1]}])\n" for one in target if not one["turn"])
+    )
+    asked = BenchmarkConfig(path=str(evaluated / "prompts.jsonl"), turns="all")
+    folder = run(config(evaluated, "reversed", log=str(log), benchmark=asked))
+    row = read_rows(folder / ROWS)[0]
+    measured = read_evaluation(evaluated / "evaluated" / "results.jsonl")[0]
+    assert row.outputs == 5 and row.alpha != measured.alpha
+    assert row.temperature is None
+
+
+def test_the_loop_gives_the_same_rows_as_one_pass(evaluated: Path) -> None:
+    lengths = [1, 4]
+    found = [
+        read_rows(
+            run(config(evaluated, f"ways{way}", one_pass=way, num_draft_tokens=lengths)) / ROWS
+        )
+        for way in (True, False)
+    ]
+    for one, other in zip(*found, strict=True):
+        timed = ("positions_per_second", "passes")
+        assert {k: v for k, v in vars(one).items() if k not in timed} == {
+            k: v for k, v in vars(other).items() if k not in timed
+        }
+    assert [row.passes for row in found[0]] == [1, 1, 2, 2]
+
+
+def test_trees_and_stopping_rules_are_replayed(evaluated: Path) -> None:
+    shallow = str(evaluated / "shallow")
+    drafters = [
+        {"use": "ranked_tree", "folder": shallow},
+        {"use": shallow, "stopping": "confidence", "name": "by confidence"},
+    ]
+    rows = read_rows(run(config(evaluated, "trees", drafters=drafters)) / ROWS)
+    assert [row.drafter for row in rows] == ["ranked_tree", "by confidence", "prompt_lookup"]
+    assert all(row.tau > 1 for row in rows[:2])
+
+
+def test_a_finished_replay_is_kept(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = config(evaluated, "twice", write_totals=True)
+    first = (run(asked) / ROWS).read_text()
+    capsys.readouterr()
+    assert (run(asked) / ROWS).read_text() == first
+    printed = capsys.readouterr().out
+    assert "is finished; nothing is replayed again" in printed
+    assert "Exact: the rounds are those of greedy speculative decoding" in printed
+    manifest = json.loads((evaluated / "twice" / "manifest.json").read_text())
+    assert str(evaluated / "evaluated" / "records.jsonl") in manifest["inputs"]
+    with pytest.raises(UserError, match="belongs to another configuration"):
+        run(config(evaluated, "twice", num_draft_tokens=[2], write_totals=True))
+
+
+def test_totals_and_lines_of_a_replay_agree(evaluated: Path) -> None:
+    """Check that the published output file of a replay has its rounds, and analyze all three."""
+    folder = run(config(evaluated, "totals", write_totals=True))
+    row = read_rows(folder / ROWS)[0]
+    (published,) = read(folder / "totals" / "shallow-3.txt", 3)
+    of_replay = {(one.name, one.num_draft_tokens): one for one in read(folder)}
+    of_run = {one.name: one for one in read(evaluated / "evaluated")}
+    for found in (published, of_replay["shallow", 3], of_run["shallow, T=0"]):
+        assert [one.emitted for one in found.outputs] == [
+            one.emitted for one in of_replay["shallow", 3].outputs
+        ]
+        assert f"Average tokens matched per dataset: {row.tau:.4f}" in lines(found)
+    text = "\n".join(lines(of_replay["shallow", 3]))
+    assert f"accepted drafts: {sum(row.accepted_by_depth) / row.rounds:.4f} a round" in text
+    assert f"acceptance rate alpha: {row.alpha:.4f}" in text
+
+
+NEEDY = {
+    "lookahead": "reads guesses from the target's verifying forward",
+    "self_speculation": "drafts with the target's own layers",
+    "ouroboros": "learns phrases from the target's choices",
+}
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_drafters_that_need_the_target_are_refused_by_name(name: str, evaluated: Path) -> None:
+    options = {
+        "ouroboros": {"folder": str(evaluated / "shallow")},
+        "self_speculation": {"skips": "x"},
+    }
+    asked = {"use": name, **options.get(name, {})}
+    with pytest.raises(UserError, match=f"drafters: {name} {NEEDY[name]}.*python -m eval.run"):
+        run(config(evaluated, "needy", drafters=[asked]))
+
+
+def test_heads_are_refused_by_name(evaluated: Path, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text('{"model_type": "medusa"}')
+    with pytest.raises(UserError, match=r"is a head \(medusa\), which reads the target's hidden"):
+        run(config(evaluated, "head", drafters=[str(tmp_path / "head")]))
+
+
+def test_what_needs_costs_is_refused(evaluated: Path) -> None:
+    shallow = str(evaluated / "shallow")
+    for asked, words in (
+        ({"use": "budget_tree", "folder": shallow}, "by_cost: false"),
+        ({"use": shallow, "stopping": "cost_ratio"}, "needs a target's costs"),
+        ({"use": shallow, "schedule": "pearl_virtual"}, "schedule=serial"),
+        ({"use": shallow, "verify": "block"}, "which only eval.run supports"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(config(evaluated, "costs", drafters=[asked]))
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(evaluated: Path, tiny_target: Path) -> None:
+    with pytest.raises(UserError, match="cannot draft for .* their tokenizers differ"):
+        run(config(evaluated, "tokenizer", drafters=[str(tiny_target)]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"log": ""}, "log is '', expected a file or a run folder"),
+        ({"log": "/nowhere"}, "/nowhere does not exist"),
+        ({"num_draft_tokens": []}, "num_draft_tokens is"),
+        ({"num_draft_tokens": [0]}, "num_draft_tokens is"),
+        ({"max_outputs": -1}, "max_outputs is -1"),
+        ({"stopping": "never"}, "stopping"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, Any], words: str, evaluated: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        run(config(evaluated, "wrong", **changes))
+
+
+def test_run_folders_without_outputs_of_a_target_are_refused(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"holds no records.jsonl, expected a run folder"):
+        run(config(evaluated, "empty", log=str(tmp_path)))
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for name in ("config.yaml", "records.jsonl"):
+        (damaged / name).write_bytes((evaluated / "evaluated" / name).read_bytes())
+    content = (damaged / "records.jsonl").read_text()
+    (damaged / "records.jsonl").write_text(content.replace('"rounds": ', '"rounds": 9', 1))
+    with pytest.raises(UserError, match=r"records.jsonl, line 1: its checksum does not match"):
+        run(config(evaluated, "damaged", log=str(damaged)))
+
+
+def test_a_dry_run_writes_nothing(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(config(evaluated, "dry", dry_run=True, log="later.jsonl"))
+    assert not folder.exists()
+    assert "would replay" in (printed := capsys.readouterr().out) and "not there yet" in printed
+
+
+@pytest.mark.long
+def test_both_jobs_run_from_the_command_line(evaluated: Path) -> None:
+    def output(*command: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, check=True
+        ).stdout
+
+    folder = evaluated / "command"
+    printed = output(
+        "eval.replay",
+        f"log={evaluated / 'evaluated'}",
+        f"target.path={evaluated / 'target'}",
+        f"drafters=[{evaluated / 'shallow'}]",
+        f"output_dir={folder}",
+    )
+    assert "pays below c" in printed
+    assert "Average tokens matched per dataset:" in output("eval.analyze", f"path={folder}")
+
+
+# eval.analyze --------------------------------------------------------------------------------
+
+
+def totals(path: Path, *rows: str) -> Path:
+    path.write_text(
+        "".join(f"tensor([{row}], device='cuda:0', dtype=torch.int32)\n" for row in rows)
+    )
+    return path
+
+
+def test_a_published_file_is_analyzed(tmp_path: Path) -> None:
+    """Check by hand: prompts of rounds 3, 2, 5 and 1, 4, where a round has at most 5 tokens."""
+    path = totals(tmp_path / "out.txt", "3", "5", "10", "1", "5")
+    (found,) = read(path, 4)
+    assert [one.emitted for one in found.outputs] == [[3, 2, 5], [1, 4]]
+    text = "\n".join(lines(found))
+    assert "Average tokens matched per prompt: 3.33, 2.50" in text
+    assert "Average tokens matched per dataset: 3.0000" in text
+    assert "accepted drafts: 2.0000 a round" in text and "drafted: 66.7%" in text
+    # tested 5, 4, 3, 2 and accepted 4, 3, 2, 1 at depths 1 to 4
+    assert "alpha: 0.7143; by depth 0.80 0.75 0.67 0.50" in text
+    # differences 2, 5, 1 (a new prompt), 4, and the last one again
+    assert "the published script prints 3.2000 for the dataset" in text
+    (unknown,) = read(path)
+    assert "not known without the draft length" in "\n".join(lines(unknown))
+
+
+def test_rows_of_a_batch_are_apart(tmp_path: Path) -> None:
+    (found,) = read(totals(tmp_path / "out.txt", "3, 1", "5, 4", "2, 2"))
+    assert [one.emitted for one in found.outputs] == [[3, 2], [1, 3], [2], [2]]
+
+
+def test_a_round_of_more_tokens_than_the_draft_length_allows_is_refused(tmp_path: Path) -> None:
+    path = totals(tmp_path / "out.txt", "1", "3", "8", "10")
+    assert [one.emitted for one in read(path, 4)[0].outputs] == [[1, 2, 5, 2]]
+    with pytest.raises(UserError, match=r"out.txt:3: found a round of 5 tokens, expected 1 to 3"):
+        read(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "out.txt holds no tensors, expected the running totals"),
+        ("tensor([3])\nHello", "out.txt:2: found 'Hello', expected the running totals"),
+        ("tensor([3])\ntensor([4, 5])", "out.txt:2: found 2 totals, expected 1, as in the first"),
+        ("tensor([0])\ntensor([4])", "out.txt:1: found a round of 0 tokens"),
+        ("tensor([a])", "out.txt:1: found 'a'"),
+    ],
+)
+def test_a_malformed_output_file_is_refused_with_its_line(
+    content: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "out.txt").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read(tmp_path / "out.txt")
+
+
+def test_a_drafter_that_is_never_right_has_an_average_of_one() -> None:
+    """Check what the published average hides: the target's own token."""
+    from eval.logged.traces import rounds_of_trace
+
+    found = Analyzed("never", 4, [rounds_of_trace("0" * 9)], [[9]], [[0]])
+    text = "\n".join(lines(found))
+    assert "per dataset: 1.0000" in text and "accepted drafts: 0.0000" in text

@@ -1,0 +1,186 @@
+"""Law of a replay: its rounds are those of greedy speculative decoding with the logged target.
+
+The target is real; its own greedy outputs are the log. Counts must be equal round by round.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.drafters.trees.static import StaticTree
+from decoding.drafters.with_lookup import ChainWithLookup
+from decoding.interfaces import Drafter
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
+from eval.logged.decoding import decode_logged
+from eval.logged.one_pass import correct_tokens, drafts_of, follow, follows_in_one_pass
+from eval.logged.texts import LoggedText
+from tests.decoding.test_laws import models
+from tests.support.tiers import tiered
+from tests.support.tiny_targets import native_of, random_prompts
+from training.held_out.rounds import match_survival, walk
+
+LIMIT, STOPS = 40, (3, 17)
+SETTINGS = Settings(max_new_tokens=LIMIT, stop_token_ids=STOPS)
+
+
+def chain() -> ChainDrafter:
+    return ChainDrafter(model=models()[2])
+
+
+ONE_PASS: dict[str, Callable[[], Drafter]] = {
+    "chain": chain,
+    "prompt_lookup": PromptLookup,
+    "suffix_lookup": SuffixLookup,
+    "chain_with_lookup": lambda: ChainWithLookup(model=models()[2], min_match=2),
+}
+TREES: dict[str, Callable[[], Drafter]] = {
+    "ranked_tree": lambda: RankedTree(model=models()[2], children="top_k"),
+    "static_tree": lambda: StaticTree(model=models()[2]),
+}
+
+
+@lru_cache
+def log() -> tuple[LoggedText, ...]:
+    """Return the target's greedy outputs, some of which end with a stop token."""
+    prompts = random_prompts(16)
+    outputs = decode(models()[0], None, prompts, SETTINGS)
+    assert {output.finish for output in outputs} == {"stop", "length"}
+    return tuple(
+        LoggedText(
+            str(number),
+            "none",
+            0,
+            prompt,
+            output.tokens,
+            LIMIT if output.finish == "stop" else len(output.tokens),
+        )
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    )
+
+
+def counts(generations: Sequence[Generation]) -> list[tuple[object, ...]]:
+    """Return everything that is counted in the rounds of each output."""
+    return [
+        (one.tokens, one.rounds, one.drafted, one.trace, one.tested_by_depth, one.accepted_by_depth)
+        for one in generations
+    ]
+
+
+def speculative(drafter: Drafter, gamma: int, **changes: object) -> list[Generation]:
+    """Return real greedy speculative decoding of the log's prompts."""
+    settings = replace(SETTINGS, num_draft_tokens=gamma, **changes)  # type: ignore[arg-type]
+    return decode(models()[0], drafter, [text.prompt for text in log()], settings)
+
+
+def in_one_pass(
+    drafter: Drafter, gamma: int, texts: Sequence[LoggedText] | None = None
+) -> list[Generation]:
+    texts = log() if texts is None else texts
+    found = {
+        index: follow(begin(), texts[index], gamma)
+        for index, begin in drafts_of(drafter, texts, models()[0].vocab_size)
+    }
+    return [found[index] for index in range(len(texts))]
+
+
+def in_the_loop(drafter: Drafter, gamma: int, **settings: object) -> list[Generation]:
+    return decode_logged(
+        drafter,
+        log(),
+        num_draft_tokens=gamma,
+        stop_token_ids=STOPS,
+        vocab_size=models()[0].vocab_size,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("gamma", tiered([1, 3, 8], [3]))
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_rounds_equal_those_of_speculative_decoding(name: str, gamma: int) -> None:
+    real = counts(speculative(ONE_PASS[name](), gamma))
+    assert sum("1" in str(trace) for _, _, _, trace, _, _ in real) > 3
+    assert counts(in_one_pass(ONE_PASS[name](), gamma)) == real
+    assert counts(in_the_loop(ONE_PASS[name](), gamma)) == real
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_rounds_of_trees_equal_those_of_speculative_decoding(name: str) -> None:
+    real = counts(speculative(TREES[name](), 3))
+    assert counts(in_the_loop(TREES[name](), 3)) == real
+    assert not follows_in_one_pass(TREES[name]())
+
+
+@pytest.mark.parametrize("rule", ["confidence", "assisted", "thompson"])
+def test_rounds_of_stopping_rules_equal_those_of_speculative_decoding(rule: str) -> None:
+    real = counts(speculative(chain(), 6, stopping=rule))
+    assert counts(in_the_loop(chain(), 6, stopping=rule)) == real
+
+
+def test_control_the_log_of_another_target_has_other_rounds() -> None:
+    other = native_of_another()
+    prompts = [text.prompt for text in log()]
+    outputs = decode(other, None, prompts, SETTINGS)
+    texts = [
+        replace(text, tokens=output.tokens, limit=LIMIT)
+        for text, output in zip(log(), outputs, strict=True)
+    ]
+    real = counts(speculative(chain(), 3))
+    assert counts(in_one_pass(chain(), 3, texts)) != real
+    changed = [replace(text, tokens=[*text.tokens[1:], text.tokens[0]]) for text in log()]
+    assert [one[1] for one in counts(in_one_pass(chain(), 3, changed))] != [one[1] for one in real]
+
+
+def native_of_another() -> object:
+    """Return a target with other weights."""
+    from tests.support.tiny_targets import hf_model
+
+    return native_of(hf_model("llama", layers=2, seed=1))
+
+
+def test_the_target_as_its_own_drafter_is_never_wrong() -> None:
+    """Check the closed form: gamma + 1 tokens a round, up to the ends of the outputs."""
+    for text, one in zip(log(), in_one_pass(ChainDrafter(model=models()[1]), 4), strict=True):
+        assert "0" not in one.trace
+        assert one.rounds == -(-len(text.tokens) // 5)
+
+
+def test_texts_past_the_drafters_context_are_drafted_up_to_there() -> None:
+    """Check a drafter whose context is shorter than most texts."""
+    model = models()[2]
+    short = native_of_context(24)
+    assert max(len(text.ids) for text in log()) > short.max_length + 4
+    real = counts(speculative(ChainDrafter(model=short), 3))
+    assert counts(in_one_pass(ChainDrafter(model=short), 3)) == real
+    assert real != counts(speculative(ChainDrafter(model=model), 3))
+
+
+def native_of_context(context: int) -> object:
+    """Return the draft model with a shorter context."""
+    from tests.decoding.test_laws import DISTURBANCE
+    from tests.support.tiny_targets import hf_model
+
+    return native_of(hf_model("llama", layers=2), noise=DISTURBANCE, max_length=context)
+
+
+def test_rounds_equal_those_that_training_walks() -> None:
+    """Check the counts with which trainers score drafters on held-out answers."""
+    found = dict(correct_tokens(models()[2], log(), models()[0].vocab_size))
+    runs = []
+    for index in range(len(log())):
+        ahead = [0]
+        for one in reversed(found[index]):
+            ahead.append(ahead[-1] + 1 if one else 0)
+        runs.append(np.array(ahead[:0:-1]))
+    walked = walk(match_survival(runs, 3), [len(text.tokens) for text in log()], 3, LIMIT)
+    replayed = in_one_pass(chain(), 3)
+    assert walked.rounds_A.tolist() == [one.rounds for one in replayed]
+    assert walked.accepted_AK.sum() == sum(one.accepted for one in replayed)
+    assert walked.tested_AK.sum() == sum(one.tested for one in replayed)
