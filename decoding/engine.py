@@ -21,7 +21,9 @@ from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.errors import UserError, note_if_slow
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, prefill_batch
-from decoding.models.folder import read_json
+from decoding.models.folder import is_gguf, read_json
+from decoding.models.gguf.file import read_gguf
+from decoding.models.gguf.model import end_tokens
 from decoding.models.hub import find_folder
 from decoding.models.load import AUTO, load_target
 from decoding.models.model_check import check_end_tokens
@@ -76,11 +78,11 @@ def load(
 ) -> Engine:
     """Load a target with a drafter, and the target's tokenizer.
 
-    target: a model folder, or a name on the Hugging Face Hub (OWNER/NAME or OWNER/NAME@REVISION),
-    which is downloaded once. drafter: such a folder or name of a model or of a head, the name of a
-    drafter without a folder (such as "prompt_lookup"; all are in decoding/drafters/registry.py), a
-    mapping {"use": name or folder, option: value}, a `Drafter`, or None (autoregressive decoding).
-    It uses the target's dtype and
+    target: a model folder, a GGUF file (which runs in llama.cpp), or a name on the Hugging Face Hub
+    (OWNER/NAME or OWNER/NAME@REVISION), which is downloaded once. drafter: such a folder, file or
+    name of a model, the folder or name of a head, the name of a drafter without a folder (such as
+    "prompt_lookup"; all are in decoding/drafters/registry.py), a mapping {"use": name or folder,
+    option: value}, a `Drafter`, or None (autoregressive decoding). It uses the target's dtype and
     device unless its options specify others. The other settings are described at `load_target`.
 
     Raises UserError for an invalid setting, for a folder that cannot be loaded, and for a drafter
@@ -108,7 +110,7 @@ def load(
 
 
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the end-of-text ids of generation_config.json and of the tokenizer.
+    """Return the end-of-text ids of generation_config.json, or a GGUF file, and of the tokenizer.
 
     Raises UserError if generation_config.json cannot be read, or if its eos_token_id is invalid or
     outside the vocabulary in config.json.
@@ -116,6 +118,8 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     listed = found if isinstance(found, list) else [found]
+    if is_gguf(folder):
+        listed = end_tokens(read_gguf(folder))
     ids = [one for one in (*listed, tokenizer.eos_token_id) if one is not None]
     check_value("stop_token_ids", ids, key=f"{path}: eos_token_id")
     config = path.with_name("config.json")

@@ -52,15 +52,16 @@ class JobConfig:
 class TargetConfig:
     """Target, which stays exact in decoding and frozen in training."""
 
-    # model folder in Hugging Face form, or a name on the Hub: OWNER/NAME or OWNER/NAME@REVISION
+    # model folder in Hugging Face form, a GGUF file (eval.run, recurrent_drafting.generate,
+    # distill.regenerate), or a name on the Hub: OWNER/NAME or OWNER/NAME@REVISION
     path: str = MISSING
     # its published config.json (conf/target), for a dry run where `path` does not exist
     config: dict[str, Any] = field(default_factory=dict)
-    # native | hf
+    # native | hf; a GGUF file runs in llama.cpp (llama_cpp)
     backend: str = "native"
     # eager | fused (native on a CPU) | graph (native on a GPU) | compiled | auto: the fastest
     execution: str = "auto"
-    # float32 | bfloat16 | float16 | float64
+    # float32 | bfloat16 | float16 | float64; of a GGUF file, the dtype of its cache
     dtype: str = "float32"
     # auto | cpu | cuda | cuda:N
     device: str = "auto"

@@ -9,7 +9,9 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_usage "$@"
 cd "$ROOT"
-ensure_environment "dev,train,slurm"
+extras="dev,train,slurm"
+[ "${1:-}" != --engines ] || extras="$extras,llamacpp"
+ensure_environment "$extras"
 
 markers="not long and not exhaustive and not engines"
 case "${1:-}" in

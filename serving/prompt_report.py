@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.errors import UserError
+from decoding.interfaces import EXACT, precision
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import TIE_GAP
 from decoding.sampling.rule_names import is_lossy
@@ -14,7 +15,6 @@ from serving.config import GenerateConfig
 from serving.prompts import PromptAnswer, PromptRun
 from serving.setup import ChatModels, is_compared
 
-HALF = ("bfloat16", "float16")
 SHOWN = 3  # ids after a count
 # row of the table of totals -> its format, with the names of `_totals`
 ROWS = {
@@ -126,7 +126,7 @@ def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tupl
     Returns a description of the result, and whether a difference is larger than rounding can
     explain.
     """
-    settings, dtype = loaded.settings, loaded.engine.target.dtype
+    settings, dtype = loaded.settings, precision(loaded.engine.target)
     if not is_compared(settings):
         of = "another distribution than the target's: lossy"
         if not is_lossy(settings.verify):
@@ -138,7 +138,7 @@ def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tupl
         )
     different = [answer for answer in answers if answer.differs_at is not None]
     if not different:
-        half = f"; with {dtype}'s rounding this is not guaranteed" if dtype in HALF else ""
+        half = f"; with {dtype}'s rounding this is not guaranteed" if dtype not in EXACT else ""
         return f"outputs: all {len(answers)} equal plain decoding's, token by token{half}", False
     gaps = [answer.gap for answer in different if answer.gap is not None]
     first = different[0]
@@ -148,7 +148,7 @@ def compare_outputs(loaded: ChatModels, answers: Sequence[PromptAnswer]) -> tupl
         f"{(first.differs_at or 0) + 1}; the gap between the target's two best tokens is "
         f"{min(gaps):.1e} to {max(gaps):.1e} where outputs differ"
     )
-    if dtype in HALF:
+    if dtype not in EXACT:
         return f"{words} (with {dtype}'s rounding, equality is not guaranteed)", False
     broken = max(gaps) >= TIE_GAP
     return (words if broken else f"{words}, which is rounding"), broken

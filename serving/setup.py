@@ -13,7 +13,7 @@ from decoding.drafters.registry import check_fits, head_of, imported
 from decoding.drafters.trees.sampled_children import KINDS
 from decoding.engine import Engine, stop_tokens, text_of, with_costs
 from decoding.errors import UserError, without_stop
-from decoding.interfaces import Drafter
+from decoding.interfaces import Drafter, precision
 from decoding.loop import decode
 from decoding.models.folder import CARD, read_config, read_json
 from decoding.models.load import load_target
@@ -129,7 +129,7 @@ def load(cfg: GenerateConfig) -> ChatModels:
         **use.settings,
     )
     about = (
-        f"target {target.name} ({target.backend}, {target.dtype}, {device}); "
+        f"target {target.name} ({target.backend}, {precision(target)}, {device}); "
         f"{_describe(cfg, drafter, device)}"
     )
     if named:

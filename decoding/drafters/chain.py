@@ -29,7 +29,7 @@ from decoding.interfaces import (
     TokenConfidence,
     Tokens,
 )
-from decoding.models.folder import load_state, read_config, refuse_nonfinite
+from decoding.models.folder import is_gguf, load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import AUTO, load_target
 from decoding.models.native.weights import FAMILIES
@@ -54,16 +54,19 @@ class ChainDrafter(StatelessDrafter):
         trust_remote_code: bool = False,
         execution: str = AUTO,
     ) -> None:
-        """Load a model folder, or use a `model` in memory.
+        """Load a model folder or a GGUF file, or use a `model` in memory.
 
-        backend: None selects native for the families that it supports, and hf for others, on which
-        an execution that hf lacks is replaced by eager. execution: see `load_target`. Raises
-        ValueError without a folder and a model, and UserError for a folder that cannot be loaded.
+        backend: None selects llama_cpp for a GGUF file, native for the families that it supports,
+        and hf for others, on which an execution that hf lacks is replaced by eager. execution: see
+        `load_target`; a GGUF file has none. Raises ValueError without a folder and a model, and
+        UserError for a folder that cannot be loaded.
         """
         if model is None:
             if folder is None:
                 raise ValueError("ChainDrafter needs a folder or a model, found neither. Pass one.")
-            if backend is None:
+            if is_gguf(folder):
+                backend, execution = backend or "llama_cpp", AUTO
+            elif backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
                 if backend == "hf" and execution not in HF_EXECUTIONS:
                     execution = AUTO
@@ -75,7 +78,8 @@ class ChainDrafter(StatelessDrafter):
                 trust_remote_code=trust_remote_code,
                 execution=execution,
             )
-            refuse_nonfinite(folder, load_state(folder))
+            if not is_gguf(folder):
+                refuse_nonfinite(folder, load_state(folder))
         self.model = model
         self.name = name or model.name
         self.num_layers, self.num_parameters = model.num_layers, model.num_parameters

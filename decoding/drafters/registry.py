@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.models.folder import CARD, hash_input, read_config, read_json
+from decoding.models.folder import CARD, hash_input, is_gguf, read_config, read_json
 
 AUTO = "auto"  # a drafter's dtype: see decoding.models.native.linear.draft_dtype
 
@@ -178,7 +178,8 @@ def check_fits(
     """Raise UserError for a head that was made for another target.
 
     The hidden size and vocabulary are compared, and the target's hash if the head's card has one.
-    Published heads have no card. any_target: accept other weights of the same sizes.
+    Published heads have no card. A GGUF file holds converted weights, whose hash is another one.
+    any_target: accept other weights of the same sizes.
     """
     target = read_config(target_folder)
     head = read_json(Path(head_folder) / "config.json")  # may lack a model_type
@@ -191,7 +192,7 @@ def check_fits(
             )
     card = Path(head_folder) / CARD
     expected = read_json(card).get("target_hash") if card.is_file() else None
-    if expected is None or any_target:
+    if expected is None or any_target or is_gguf(target_folder):
         return
     found = hash_input(Path(target_folder))
     if expected != found:

@@ -28,9 +28,19 @@ from decoding.interfaces.proposal import (
     ancestors,
 )
 from decoding.interfaces.stopping import Policies, Stopping, TokenConfidence
-from decoding.interfaces.target import ChainCall, ChainChoice, Shorten, Target, Tokens, VerifyCall
+from decoding.interfaces.target import (
+    EXACT,
+    ChainCall,
+    ChainChoice,
+    Shorten,
+    Target,
+    Tokens,
+    VerifyCall,
+    precision,
+)
 
 __all__ = [
+    "EXACT",
     "NO_NODE",
     "Capabilities",
     "ChainCall",
@@ -56,4 +66,5 @@ __all__ = [
     "VerifyCall",
     "Warper",
     "ancestors",
+    "precision",
 ]

@@ -37,6 +37,18 @@ ChainCall = Callable[
 VerifyCall = Callable[[Tensor, Proposal | None, Chooser], tuple[Outcome, tuple[float, float]]]
 
 
+# dtypes in which forwards of different widths give the same tokens but at near ties
+EXACT = ("float64", "float32")
+
+
+def precision(target: "Target") -> str:
+    """Return the name of the coarsest numbers that a target computes with.
+
+    It is its dtype, or for quantised weights their type, such as "q4_1".
+    """
+    return getattr(target, "precision", target.dtype)
+
+
 class Target(Protocol):
     """A causal LM with a KV cache whose rows have separate lengths.
 

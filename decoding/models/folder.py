@@ -61,11 +61,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return config.json of a model folder.
+    """Return config.json of a model folder, or the fields of it that a GGUF file has.
 
     Raises UserError if the folder or the file is missing, empty or damaged.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        from decoding.models.gguf.file import read_gguf
+        from decoding.models.gguf.model import shape_of
+
+        return shape_of(read_gguf(folder))
     if not exists(folder):
         raise UserError(
             f"{folder} does not exist, expected a model folder. Use the path of a folder with "
@@ -92,6 +97,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"folder."
         )
     return config
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether this is the path of a GGUF file, by its name."""
+    return Path(path).suffix == ".gguf" and not Path(path).is_dir()
 
 
 def refuse_file(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading of a target model from a model folder."""
+"""Loading of a target model from a model folder or a GGUF file."""
 
 import warnings
 from pathlib import Path
@@ -11,6 +11,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Target
 from decoding.models.distributed.parallel import ParallelTarget, processes_of
 from decoding.models.folder import (
+    is_gguf,
     load_state,
     read_config,
     refuse_unsupported_attention,
@@ -31,7 +32,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-BACKENDS = ("native", "hf")
+BACKENDS = ("native", "hf", "llama_cpp")
 AUTO = "auto"
 # Bytes of a model's weight files from which `auto` builds the fused step on a CPU. The build takes
 # some 20 seconds, once on each machine, which runs of smaller models seldom outlast.
@@ -51,11 +52,13 @@ def load_target(
     processes: int = 0,
     execution: str = AUTO,
 ) -> Target:
-    """Load the model in a Hugging Face folder as a target.
+    """Load the model in a Hugging Face folder or a GGUF file as a target.
 
     backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only
-    full-attention causal LM).
-    dtype: float64, float32, bfloat16 or float16.
+    full-attention causal LM) for a folder. A GGUF file runs in llama.cpp, 'llama_cpp', which need
+    not be named.
+    dtype: float64, float32, bfloat16 or float16; of a GGUF file, only of its cache of keys and
+    values, and float64 is not one.
     device: cpu, cuda, cuda:N, or auto (a GPU if there is one).
     max_length: maximum tokens in a row; the default and upper bound is the model's context length.
     batch_size: number of cache rows of max_length tokens to reserve now, so that insufficient
@@ -73,8 +76,22 @@ def load_target(
     """
     check_values({"device": device, "max_length": max_length, "batch_size": batch_size})
     check_values({"processes": processes, "trust_remote_code": trust_remote_code})
-    config, device = read_config(folder), device_of(device)
-    _check_folder(folder, config, backend, dtype, max_length)
+    check_choice("dtype", dtype, tuple(DTYPES))
+    check_choice("backend", backend, BACKENDS)
+    device = device_of(device)
+    if is_gguf(folder):
+        return _load_gguf(
+            folder,
+            backend,
+            dtype=dtype,
+            device=device,
+            max_length=max_length,
+            batch_size=batch_size,
+            parallel=parallel,
+            execution=execution,
+        )
+    config = read_config(folder)
+    _check_folder(folder, config, backend, max_length)
     count = processes_of(parallel, processes, backend, device)
     _check_execution(execution, backend, count)
     if execution == AUTO:
@@ -103,6 +120,19 @@ def load_target(
     return target
 
 
+def _load_gguf(path: str | Path, backend: str, **settings: Any) -> Target:
+    """Load a GGUF file (see `load_gguf`). Raises UserError for backend=hf too."""
+    if backend == "hf":
+        raise UserError(
+            f"{path} is a GGUF file, which backend=hf does not read. Use backend=llama_cpp, or "
+            f"convert it once: python scripts/from_gguf.py {path} FOLDER"
+        )
+    # imported here, since other models need neither package
+    from decoding.models.llama_cpp.load import load_gguf
+
+    return load_gguf(path, **settings)
+
+
 def choose_execution(
     folder: str | Path, *, backend: str, dtype: str, device: str, processes: int = 1
 ) -> str:
@@ -110,11 +140,13 @@ def choose_execution(
 
     It is graph on a GPU, fused on a CPU for weights of WORTH_FUSING bytes and more, and eager
     otherwise: for hf, for several processes, for a dtype that the fused step lacks and without a
-    working C++ compiler, which a warning reports. Raises UserError for an unknown backend or dtype,
-    and for a folder without weights.
+    working C++ compiler, which a warning reports. For a GGUF file it stays `auto`.
+    Raises UserError for an unknown backend or dtype, and for a folder without weights.
     """
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("backend", backend, BACKENDS)
+    if is_gguf(folder):
+        return AUTO
     if backend != "native" or processes > 1:
         return "eager"
     size = sum(file.stat().st_size for file in weight_files(folder))
@@ -143,11 +175,14 @@ def native_execution(weight_bytes: int, dtype: torch.dtype, device: torch.device
 
 
 def _check_folder(
-    folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None
+    folder: str | Path, config: dict[str, Any], backend: str, max_length: int | None
 ) -> None:
     """Raise UserError for settings or a model that cannot be loaded, before weights are read."""
-    check_choice("dtype", dtype, tuple(DTYPES))
-    check_choice("backend", backend, BACKENDS)
+    if backend == "llama_cpp":
+        raise UserError(
+            f"{folder} is a folder, but backend=llama_cpp runs GGUF files. Use backend=native, or "
+            f"convert it: python scripts/to_gguf.py {folder} OUT.gguf"
+        )
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(

@@ -18,8 +18,19 @@ from decoding.values import is_int, quote
 
 
 def check_taps(target: Target, taps: Sequence[int]) -> None:
-    """Raise UserError for a layer that the target lacks or that is named twice."""
+    """Raise UserError for a layer that the target lacks or that is named twice.
+
+    A backend with `only_final_state` gives no state but the one after the final norm.
+    """
     last = target.num_layers
+    if getattr(target, "only_final_state", False) and any(tap != last for tap in taps):
+        raise UserError(
+            f"the drafter reads the target's hidden states at layers "
+            f"{', '.join(map(str, taps))}, of which the {target.backend} backend has only layer "
+            f"{last}, the state after the final norm. Use a drafter that reads the last hidden "
+            f"state (a Medusa or recurrent head) or none, or convert '{target.name}' to a folder "
+            f"(python scripts/from_gguf.py) and use backend=native."
+        )
     for place, tap in enumerate(taps):
         if not is_int(tap) or not 0 <= tap <= last:
             raise UserError(

@@ -2,7 +2,7 @@
 
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Drafter, RoundCosts, Target
+from decoding.interfaces import EXACT, Capabilities, Drafter, RoundCosts, Target, precision
 from decoding.rounds.batch import Batch
 from decoding.sampling.rule_names import is_lossy
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
@@ -39,13 +39,13 @@ def default_stopping(capabilities: Capabilities, schedule: str, target: Target) 
 
 
 def text_varies_by_length(target: Target) -> bool:
-    """Return whether greedy text depends on the draft lengths: on a CPU in half precision.
+    """Return whether greedy text depends on the draft lengths: on a CPU in half precision or less.
 
     Forwards of different widths round a token's logits differently, except in the fused step. They
     do so on a GPU too, where lengths still follow the costs (docs/exactness.md).
     """
-    half = target.dtype in ("bfloat16", "float16")
-    return half and target.device.type == "cpu" and not target.backend.endswith(" fused")
+    coarse = precision(target) not in EXACT
+    return coarse and target.device.type == "cpu" and not target.backend.endswith(" fused")
 
 
 def token_by_token(capabilities: Capabilities) -> bool:

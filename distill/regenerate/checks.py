@@ -22,7 +22,7 @@ KINDS = ("single", "ddp")
 
 def check(config: RegenerateConfig) -> None:
     """Raise UserError for invalid values before the target is loaded."""
-    target = target_config(config.target, weights=not config.server)
+    target = target_config(config.target, weights=not config.server, decodes=True)
     dtype_of(config.target.dtype)
     check_settings(config, SAMPLING)
     data = config.data

@@ -17,7 +17,7 @@ from decoding.drafters.other_vocabulary import TOKENS, OtherVocabulary
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
 from decoding.errors import UserError, without_stop
-from decoding.interfaces import Drafter, Target
+from decoding.interfaces import Drafter, Target, precision
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.draft_vocabulary import draft_vocab_size
 from decoding.models.folder import CARD, read_json
@@ -261,7 +261,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         target_parameters=target.num_parameters,
         benchmark=benchmark,
         backend=target.backend,
-        dtype=cfg.target.dtype,
+        dtype=precision(target),
         device=device,
         threads=torch.get_num_threads(),
         hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],

@@ -24,7 +24,7 @@ from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import ParallelTarget
-from decoding.models.folder import read_config
+from decoding.models.folder import is_gguf, read_config
 from decoding.models.load import DTYPES
 from decoding.models.native.weights import NativeConfig
 from decoding.schedules.by_name import VIRTUAL
@@ -85,7 +85,9 @@ def shapes_of(
 
 
 def _config(folder: str | Path) -> NativeConfig | None:
-    """Return a model's shape; None for a family that the native backend does not support."""
+    """Return a model's shape; None for a GGUF file, and a family that native does not support."""
+    if is_gguf(folder):  # its weights have other sizes than the dtype's
+        return None
     try:
         return NativeConfig.from_dict(read_config(folder))
     except UserError:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from decoding.interfaces import EXACT
 from decoding.rounds.ties import TIE_GAP
 from decoding.sampling.rule_names import is_lossy
 
@@ -54,7 +55,7 @@ def is_compared(temperature: float, verify: str) -> bool:
 def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str) -> Equality:
     """Judge whether a drafter's outputs under one condition equal the target's.
 
-    records: at least one. verify: the rule at temperatures above 0. dtype: the target's dtype.
+    records: at least one. verify: the rule at temperatures above 0. dtype: the target's precision.
     backend: as in `Target`, or an engine's name and version. Our fused step gives a token the same
     bits in any forward, so equal outputs in half precision are no coincidence there.
     """
@@ -71,7 +72,7 @@ def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str)
     some = f"{len(different)} of {len(records)} generations differ"
     if gaps:
         some += f"; gap between the two best tokens there: {min(gaps):.1e} to {max(gaps):.1e}"
-    if dtype in ("bfloat16", "float16") and (different or not backend.endswith(" fused")):
+    if dtype not in EXACT and (different or not backend.endswith(" fused")):
         found = some if different else f"no difference in {len(records)} generations"
         return Equality(HALF, f"{found}; {dtype} rounds too coarsely to promise equality")
     if not different:

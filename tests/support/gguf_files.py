@@ -30,11 +30,11 @@ LAYER = {
 Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
 
 
-def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
-    """Return a random model of two layers, with the vocabulary of `byte_level`."""
+def tiny_llama(tied: bool = False, vocab_size: int | None = None) -> LlamaForCausalLM:
+    """Return a random model of two layers, with the vocabulary of `byte_level` by default."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(byte_level()["tokenizer.ggml.tokens"]),
+        vocab_size=vocab_size or len(byte_level()["tokenizer.ggml.tokens"]),
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

@@ -19,7 +19,7 @@ from transformers import (
 from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import draft_vocab_size, load_restricted
-from decoding.models.folder import read_config
+from decoding.models.folder import is_gguf, read_config, refuse_file
 from decoding.models.hub import missing_model, parse_hub_name
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
@@ -82,6 +82,7 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
     trust_remote_code: run Python of the folder, for model types defined there. Raises UserError for
     invalid values, a head's folder, and a model type unknown to transformers.
     """
+    refuse_file(folder)
     values = read_config(folder)
     kind = values["model_type"]
     check_config(folder, values)
@@ -146,16 +147,21 @@ def target_is_here(target: TargetConfig, weights: bool = True) -> bool:
     return model_is_here(target.path, weights)
 
 
-def target_config(target: TargetConfig, weights: bool = True) -> PretrainedConfig:
+def target_config(
+    target: TargetConfig, weights: bool = True, decodes: bool = False
+) -> PretrainedConfig:
     """Return the configuration in the target's folder; without the folder, the published one.
 
     A target on the Hub without a published configuration is downloaded. weights: whether the job
-    needs its weights. Raises UserError, with the names of published targets, if there is neither,
-    for an invalid configuration, and for a model with a draft vocabulary.
+    needs its weights. decodes: whether the job only decodes, for which a GGUF file will do. Raises
+    UserError, with the names of published targets, if there is neither, for an invalid
+    configuration, for a model with a draft vocabulary, and for another GGUF file.
     """
     on_hub = not target.config and parse_hub_name(target.path)
     if on_hub or target_is_here(target, weights):
         folder = resolve_model(target.path, weights)
+        if decodes and is_gguf(folder):
+            return PretrainedConfig(**read_config(folder))
         config = known_config(folder, target.trust_remote_code)
         if size := draft_vocab_size(folder):
             raise UserError(

@@ -1,5 +1,7 @@
 """A GGUF file: metadata by key and tensors by name, with an error for every damaged file."""
 
+import functools
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,13 @@ class GgufFile:
             for name, tensor in self._tensors.items()
         }
 
+    def types(self) -> list[str]:
+        """Return the types of the matrices' numbers, such as Q4_1, the most common type first."""
+        counts = Counter(
+            tensor.tensor_type.name for tensor in self._tensors.values() if len(tensor.shape) > 1
+        )
+        return [kind for kind, _ in counts.most_common()]
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, dequantized to float32.
 
@@ -97,6 +106,23 @@ class GgufFile:
         if field.types == [GGUFValueType.FLOAT32]:
             return float(str(np.float32(content)))
         return content
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """Return the open file at this path, whose header is read once a process.
+
+    Raises UserError as `GgufFile` does.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return GgufFile(path)  # raises
+    stat = path.stat()
+    return _read_once(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_once(path: Path, size: int, changed_ns: int) -> GgufFile:
+    return GgufFile(path)
 
 
 def _open(path: Path) -> "GGUFReader":

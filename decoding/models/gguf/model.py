@@ -41,6 +41,27 @@ _SIZES = {
 }
 
 
+def shape_of(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of a config.json that models of every architecture have.
+
+    Raises UserError for a missing or invalid value.
+    """
+    kind = file.value("general.architecture", _TEXT)
+    sizes = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
+    return {
+        "model_type": kind,
+        "vocab_size": file.shapes().get("token_embd.weight", [0])[0],
+        **{field: file.value(f"{kind}.{_SIZES[field]}", _COUNT) for field in sizes},
+        **{f"{role}_token_id": token_id(file, role) for role in ("bos", "eos", "pad")},
+    }
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """Return the ids that end a text or a turn of a chat, as far as the file names them."""
+    ids = [token_id(file, role) for role in ("eos", "eot", "eom")]
+    return [one for one in ids if one is not None]
+
+
 def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the fields of a Hugging Face config.json, without dtype.
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.errors import UserError
 from decoding.models.gguf.file import GgufFile
-from decoding.models.gguf.model import token_id
+from decoding.models.gguf.model import shape_of, token_id
 from decoding.models.text.tokenizer_repair import PROBES, differences, frame
-from decoding.values import ValueRule, is_text, whole_number
+from decoding.values import ValueRule, is_text
 
 # token types, which GGUF shares with SentencePiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -81,7 +81,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     settings: dict[str, Any] = {f"{role}_token": token for role, token in vocabulary.roles.items()}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
-        model_max_length=file.value("llama.context_length", whole_number(1)),
+        model_max_length=shape_of(file)["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
         **settings,
     )

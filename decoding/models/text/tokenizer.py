@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError, print_note
-from decoding.models.folder import read_config, read_json, untrusted_code_error
+from decoding.models.folder import is_gguf, read_config, read_json, untrusted_code_error
 from decoding.models.model_check import check_config
 from decoding.models.text.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
@@ -29,14 +29,14 @@ _repairs: dict[str, Repair | None] = {}
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Return whether a folder holds any tokenizer file."""
-    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+    """Return whether a folder holds any tokenizer file; a GGUF file always has a tokenizer."""
+    return is_gguf(folder) or any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(
     folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder.
+    """Return the tokenizer of a model folder or of a GGUF file.
 
     trust_remote_code: run the Python code of the folder, if its tokenizer needs it. of_model: False
     for a folder that only holds a tokenizer. Raises UserError for a folder or tokenizer that cannot
@@ -44,6 +44,8 @@ def load_tokenizer(
     model's vocabulary.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return _of_gguf(folder)
     config = read_config(folder) if of_model else {}
     # Checked first, since transformers reads all of config.json to load a tokenizer.
     if config:
@@ -64,6 +66,17 @@ def load_tokenizer(
     elif tokenizer is None:
         tokenizer = _read(folder, trust_remote_code)
     _check_size(folder, tokenizer, vocab_size)
+    return tokenizer
+
+
+def _of_gguf(path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF file. Raises UserError as `tokenizer_of` does."""
+    from decoding.models.gguf.file import read_gguf
+    from decoding.models.gguf.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(read_gguf(path))
+    tokenizer.name_or_path = str(path)
+    _check_size(path, tokenizer, read_config(path)["vocab_size"])
     return tokenizer
 
 
