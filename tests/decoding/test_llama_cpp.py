@@ -18,6 +18,7 @@ from torch import Tensor
 
 import decoding
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target, ancestors
 from decoding.loop import decode
@@ -237,7 +238,7 @@ def test_the_front_door_takes_files(tiny: tuple[Path, Any]) -> None:
 
 
 def test_drafters_of_layers_and_taps_are_refused(tiny: tuple[Path, Any]) -> None:
-    engine = decoding.load(tiny[0], {"use": "self_speculation", "skips": "mlp=[0]"})
+    engine = decoding.load(tiny[0], SelfSpeculation(mlp=[0]))
     with pytest.raises(UserError, match="runs some of the target's layers, which the llama_cpp"):
         decoding.generate(engine, "the sea")
     with pytest.raises(UserError, match="of which the llama_cpp backend has only layer 2"):

@@ -54,6 +54,8 @@ class Context:
         settings.n_seq_max, settings.kv_unified = MOST, True
         settings.n_threads = settings.n_threads_batch = threads
         settings.type_k = settings.type_v = cache_type
+        if cache_type == CACHE_TYPES["float32"]:  # flash attention sums values in float16
+            settings.flash_attn_type = functions.LLAMA_FLASH_ATTN_TYPE_DISABLED
         settings.embeddings, settings.pooling_type = True, functions.LLAMA_POOLING_TYPE_NONE
         library.errors.clear()
         pointer = functions.llama_init_from_model(model.pointer, settings)

@@ -60,7 +60,7 @@ class Row:
     held: list[int] = field(default_factory=list)
     # of a forward that is not committed: the leaves below each token, and their number
     below_N: list[list[int]] | None = None
-    leaves: int = 0
+    leaves: int = 1
 
 
 class Sequences:
@@ -99,13 +99,14 @@ class Sequences:
         that were not committed are dropped. Raises UserError if the trees together have more leaves
         than llama.cpp has sequences.
         """
-        for row in self.rows:
+        for place, row in enumerate(self.rows):
             if row.below_N is not None:
                 self._drop(row, row.length)
+            # of all rows first, since a row may take the sequences that another does not need
+            row.leaves = max(1, count_leaves(below_of.get(place, ())))
         for place, below_N in below_of.items():
-            row, leaves = self.rows[place], count_leaves(below_N)
-            # set first, so that no other row takes a sequence of it
-            row.below_N, row.leaves = below_N, leaves
+            row = self.rows[place]
+            row.below_N, leaves = below_N, row.leaves
             while len(row.ids) < leaves:
                 row.ids.append(self._take(row))
                 row.held.append(0)
@@ -161,11 +162,11 @@ class Sequences:
             row.held[number] = min(row.held[number], row.length)
 
     def _take(self, needy: Row) -> int:
-        """Return a free sequence, or one of another row that has no branch now."""
+        """Return a free sequence, or one that another row does not need now."""
         if self._free:
             return self._free.pop()
         for row in self.rows:
-            if row is not needy and row.below_N is None and len(row.ids) > 1:
+            if row is not needy and len(row.ids) > row.leaves:
                 number = row.ids.pop()
                 row.held.pop()
                 self._remove(number, 0)
