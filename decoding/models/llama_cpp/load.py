@@ -12,6 +12,7 @@ from decoding.models.llama_cpp.library import Library, load_library
 from decoding.models.llama_cpp.target import LlamaCppTarget
 
 AUTO = "auto"
+_OFF = ("0", "false", "off", "disabled")
 
 
 def load_gguf(
@@ -70,6 +71,8 @@ def _load_model(library: Library, path: Path) -> Model:
     functions = library.functions
     library.errors.clear()
     settings = functions.llama_model_default_params()
+    # the variable of llama.cpp's own programs, which turns the repacking of weights off
+    settings.use_extra_bufts = os.environ.get("LLAMA_ARG_REPACK", "1") not in _OFF
     pointer = functions.llama_model_load_from_file(os.fsencode(path), settings)
     if not pointer:
         raise UserError(
