@@ -88,14 +88,41 @@ def test_a_fused_prompts_bits_do_not_depend_on_the_rows_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check parts narrow and wide enough for either kind of product, beside an eager control."""
-    made = hf_model("llama", layers=2, hidden_size=96, intermediate_size=232)
+    sizes = {"hidden_size": 96, "intermediate_size": 232}
     monkeypatch.setattr(fused, "WIDEST", 1000)
     monkeypatch.setattr(fused, "WIDEST_PROMPT", 1000)
-    for dtype in (torch.float64, torch.bfloat16):
-        for width in (fused.SLICE, 100):
-            monkeypatch.setattr(fused, "SLICE", width)
-            assert bits_beside_others(native_of(made, execution="fused", dtype=dtype))
-    assert not bits_beside_others(native_of(made, execution="eager", dtype=torch.bfloat16))
+    for head_dim in (24, 32):
+        made = hf_model("llama", head_dim=head_dim, **sizes)
+        for dtype in (torch.float64, torch.bfloat16):
+            for width in (fused.SLICE, 100):
+                monkeypatch.setattr(fused, "SLICE", width)
+                assert bits_beside_others(native_of(made, execution="fused", dtype=dtype))
+        assert not bits_beside_others(native_of(made, execution="eager", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(1, 1), (4, 2), (9, 3), (4, 4), (5, 5), (7, 7)])
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+def test_prompts_are_read_as_exactly_as_by_the_eager_step(
+    heads: int, shared: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check every number of heads that share keys, against float64, in bfloat16.
+
+    The control is the same prompts in other rows.
+    """
+    monkeypatch.setattr(fused, "WIDEST_PROMPT", 1000)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // shared}
+    made = hf_model("llama", hidden_size=12 * heads, head_dim=head_dim, **sizes)
+    rounded = made.to(torch.bfloat16).to(torch.float64)
+    rows = prompts((70, 3, 130, 33, 1, 16))
+
+    def states(execution: str, dtype: torch.dtype) -> torch.Tensor:
+        hidden_BNC, _ = read(native_of(rounded, execution=execution, dtype=dtype), rows)
+        return hidden_BNC.to(torch.float64)
+
+    exact = states("eager", torch.float64)
+    error = (states("fused", torch.bfloat16) - exact).norm()
+    assert error <= 1.2 * (states("eager", torch.bfloat16) - exact).norm()
+    assert error < 0.1 * (exact.roll(1, 0) - exact).norm()
 
 
 def test_prompts_of_one_length_and_short_ones_are_padded() -> None:

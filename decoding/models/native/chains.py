@@ -41,7 +41,15 @@ def draft_chain(
     if choice.draws.keys_B:
         q_BNV = torch.empty(B, N, choice.vocab_size, dtype=step.sum_dtype)
     forward = library.Forward(
-        B, K, 0, torch.get_num_threads(), ctypes.addressof(tokens), None, lengths, step.columns(())
+        B,
+        K,
+        0,
+        torch.get_num_threads(),
+        False,
+        ctypes.addressof(tokens),
+        None,
+        lengths,
+        step.columns(()),
     )
     chain = library.Chain(
         0, N, N, step.choices(choice.vocab_size), numbers(*map(len, unseen_B)), counts, lengths,

@@ -36,11 +36,9 @@ CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # ties are common, and drafted text would differ from plain text in large batches.
 WIDEST = 128
 # The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's
-# wide products are faster.
+# wide products are faster; in tile registers prompts of any length are read fused.
 WIDEST_PROMPT = 32
-# In tile registers it is not the tokens of all rows that count but a row's new tokens times its
-# slots, as PyTorch's attention, which is blocked, is faster over many.
-MOST_PAIRS = 256 * 256
+TILE_INPUTS = 32  # terms of a product in tile registers, in which attention needs whole ones
 SLICE = 512  # most tokens of a call for wider chains and prompts, which bounds its buffers
 
 
@@ -118,22 +116,18 @@ class FusedForward:
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
         self._widest = sys.maxsize if weights.dtype == torch.bfloat16 else WIDEST
-        self._in_tiles = False
         self._widest_prompt = self._widest
-        if weights.dtype == torch.bfloat16 and multiplies_bfloat16():
-            self._in_tiles = bool(self.library.multiplies_in_tiles())
+        in_tiles = self.library.multiplies_in_tiles() and config.head_dim % TILE_INPUTS == 0
+        if weights.dtype == torch.bfloat16 and multiplies_bfloat16() and not in_tiles:
             self._widest_prompt = WIDEST_PROMPT
 
     def takes(self, rows: int) -> bool:
         """Return whether forwards over this many new tokens, in all rows, run fused."""
         return rows <= self._widest
 
-    def takes_prompt(self, count: int, end: int, total: int) -> bool:
-        """Return whether `count` tokens of a row's prompt, up to slot `end`, are read fused.
-
-        total: tokens of all rows, which do not matter in tile registers.
-        """
-        return count * end <= MOST_PAIRS if self._in_tiles else total <= self._widest_prompt
+    def takes_prompts(self, rows: int) -> bool:
+        """Return whether prompts of this many new tokens, in all rows, are read fused."""
+        return rows <= self._widest_prompt
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
         """Use this cache and these rope tables (S, D)."""
@@ -176,7 +170,8 @@ class FusedForward:
             tokens_BN = tokens_BN.to(torch.int64).contiguous()
         parents_BN = None if parents_BN is None else parents_BN.contiguous()
         forward = Forward(
-            B, N, len(wanted), torch.get_num_threads(), address(tokens_BN), address(parents_BN),
+            B, N, len(wanted), torch.get_num_threads(), not has_logits and parents_BN is None,
+            address(tokens_BN), address(parents_BN),
             (ctypes.c_int64 * B)(*lengths_B), self.columns(wanted),
             address(hidden), address(logits) if has_logits else None, None,
             None if places_B is None else (ctypes.c_int32 * B)(*places_B),
@@ -189,21 +184,19 @@ class FusedForward:
         tokens_of: Mapping[int, Sequence[int]],
         lengths_B: Sequence[int],
         taps: tuple[int, ...],
-    ) -> dict[int, Tensor]:
+    ) -> list[Tensor]:
         """Return the hidden states (N, C) of new tokens of some rows, in which N may differ."""
         new = [
             (token, row, slot)
             for row, tokens in tokens_of.items()
             for slot, token in enumerate(tokens, lengths_B[row])
         ]
-        if not new:
-            return {}
         width, states = math.ceil(len(new) / math.ceil(len(new) / SLICE)), []
         for start in range(0, len(new), width):
             tokens, rows, slots = zip(*new[start : start + width], strict=True)
             states.append(self(torch.tensor(tokens)[:, None], None, slots, taps, False, rows)[1])
-        parts = torch.cat(states).squeeze(1).split([len(tokens) for tokens in tokens_of.values()])
-        return dict(zip(tokens_of, parts, strict=True))
+        sizes = [len(tokens) for tokens in tokens_of.values()]
+        return list(torch.cat(states).squeeze(1).split(sizes))
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""

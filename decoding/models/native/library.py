@@ -57,7 +57,7 @@ class Forward(ctypes.Structure):
     """A forward over new tokens."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("B", "N", "taps", "threads")),
+        *((name, ctypes.c_int32) for name in ("B", "N", "taps", "threads", "reads_prompts")),
         ("tokens", ctypes.c_void_p),
         ("parents", ctypes.c_void_p),
         ("lengths", ctypes.POINTER(ctypes.c_int64)),

@@ -212,8 +212,8 @@ class NativeTarget(CachedTarget):
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, never recorded."""
-        N, end = tokens_BN.shape[1], self.slots.end_of(tokens_BN.shape[1])
-        if self._fused is not None and self._fused.takes_prompt(N, end, tokens_BN.numel()):
+        self.slots.end_of(tokens_BN.shape[1])
+        if self._fused is not None and self._fused.takes_prompts(tokens_BN.numel()):
             check_taps(self, taps)
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
         return self._states(tokens_BN, parents_BN, taps)[1]
@@ -229,29 +229,15 @@ class NativeTarget(CachedTarget):
         lengths_B = self.slots.lengths_B
         spans = [Span(row, lengths_B[row], len(tokens)) for row, tokens in tokens_of.items()]
         self.slots.check_end(max(span.end for span in spans))
-        states_of: dict[int, Tensor] = {}
-        if self._fused is not None:
-            step, total = self._fused, sum(span.count for span in spans)
-            spans = [span for span in spans if not step.takes_prompt(span.count, span.end, total)]
-            eager = {span.row for span in spans}
-            fused = {row: tokens for row, tokens in tokens_of.items() if row not in eager}
-            states_of = step.read(fused, lengths_B, taps)
-        if spans:
-            states_of |= self._read_spans(spans, tokens_of, taps)
-        return [states_of[row] for row in tokens_of]
-
-    def _read_spans(
-        self, spans: Sequence[Span], tokens_of: Mapping[int, Sequence[int]], taps: tuple[int, ...]
-    ) -> dict[int, Tensor]:
-        """Return what `features_of_rows` does, by row, from an eager forward over these spans."""
+        if self._fused is not None and self._fused.takes_prompts(sum(map(len, tokens_of.values()))):
+            return self._fused.read(tokens_of, lengths_B, taps)
         attention = ragged_attention(self.config, spans, self._views)
-        ids = [token for span in spans for token in tokens_of[span.row]]
+        ids = [token for tokens in tokens_of.values() for token in tokens]
         states: dict[int, Tensor] = {}
         x_1TC = self.embed(torch.tensor([ids], device=self.device))
         x_1TC = self._run_layers(x_1TC, attention, taps, states)
         hidden_TC = self._after_layers(x_1TC, taps, states)[1][0]
-        parts = hidden_TC.split([span.count for span in spans])
-        return {span.row: part_NC for span, part_NC in zip(spans, parts, strict=True)}
+        return list(hidden_TC.split([span.count for span in spans]))
 
     def _states(
         self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]

@@ -8,11 +8,13 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
 #include "functions.h"
 #include "products.h"
+#include "prompt_attention.h"
 #include "structures.h"
 #include "team.h"
 #include "vectors.h"
@@ -46,13 +48,14 @@ class Step {
     own_ = take(per_thread * team.size());
     own_size_ = per_thread;
     pieces_ = std::make_unique<Pieces[]>(6 * m_.layers + 2);
+    if (f_.reads_prompts && attends_in_tiles()) find_runs();
   }
 
   static void run(void* self, int rank) { static_cast<Step*>(self)->thread(rank); }
 
  private:
   void thread(int rank) {
-    Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + rank * own_size_);
+    Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + (shares_norms() ? 0 : rank * own_size_));
     A* memory = own_ + rank * own_size_ + int64_t(M_) * m_.C;
     Pieces* pieces = pieces_.get();
     for (int row; (row = pieces->take()) < M_;) {
@@ -64,14 +67,13 @@ class Step {
     team_.barrier();
     for (int i = 0; i < m_.layers; ++i) {
       const Layer& layer = m_.layer[i];
-      if (layer.attends) attention(layer, normed, memory, pieces);
-      if (layer.feeds) feed_forward(layer, normed, pieces + 4);
+      if (layer.attends) attention(layer, rank, normed, memory, pieces);
+      if (layer.feeds) feed_forward(layer, rank, normed, pieces + 4);
       pieces += 6;
       if (i + 1 < m_.layers && f_.columns[i + 1] >= 0)  // after the last layer the norm comes first
         for (int row = rank; row < M_; row += team_.size()) tap(i + 1, row);
     }
-    for (int row = 0; row < M_; ++row)
-      rms_norm(x_ + row * m_.C, static_cast<const T*>(m_.norm), m_.C, m_.eps, normed + row * m_.C);
+    norm_all(m_.norm, rank, normed);
     if (f_.columns[m_.layers] >= 0)
       for (int row = rank; row < M_; row += team_.size()) save(normed + row * m_.C, m_.layers, row);
     if (f_.logits == nullptr) return;
@@ -97,9 +99,13 @@ class Step {
     for (int c = 0; c < m_.C; ++c) store(place + c, widen(state[c]));
   }
 
-  void norm_all(const void* weight, Input<T>* normed) {  // every thread for itself, instead of a barrier
-    for (int row = 0; row < M_; ++row)
+  // The rows of prompts, which are many, are shared. Few rows are normed by every thread for itself, instead of a barrier.
+  bool shares_norms() const { return f_.reads_prompts; }
+  void norm_all(const void* weight, int rank, Input<T>* normed) {
+    const int step = shares_norms() ? team_.size() : 1;
+    for (int row = shares_norms() ? rank : 0; row < M_; row += step)
       rms_norm(x_ + row * m_.C, static_cast<const T*>(weight), m_.C, m_.eps, normed + row * m_.C);
+    if (shares_norms()) team_.barrier();
   }
 
   // x += weight @ inputs
@@ -110,9 +116,9 @@ class Step {
             });
   }
 
-  void attention(const Layer& layer, Input<T>* normed, A* memory, Pieces* pieces) {
+  void attention(const Layer& layer, int rank, Input<T>* normed, A* memory, Pieces* pieces) {
     const int heads = m_.Q + 2 * m_.H, D = m_.D;
-    norm_all(layer.attention_norm, normed);
+    norm_all(layer.attention_norm, rank, normed);
     product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
             normed, M_, pieces[0],
             [&](int row, int64_t output, int count, const A* values) {
@@ -121,11 +127,12 @@ class Step {
     team_.barrier();
     for (int item; (item = pieces[1].take()) < M_ * heads;) place_head(layer, item / heads, item % heads);
     team_.barrier();
-    const int group = m_.Q / m_.H, parts = (group + MOST_HEADS - 1) / MOST_HEADS;
-    for (int item; (item = pieces[2].take()) < M_ * m_.H * parts;) {
-      const int row = item / (m_.H * parts), rest = item % (m_.H * parts), before = rest % parts * MOST_HEADS;
-      attend_heads(std::min(group - before, MOST_HEADS), layer, row, rest / parts * group + before, memory);
-    }
+    if (!runs_.empty())
+      attend_runs(layer, pieces[2]);
+    else
+      share_heads(M_, pieces[2], [&](auto heads, int row, int first) {
+        this->template attend<heads>(layer, row, first, memory);
+      });
     team_.barrier();
     add_product(layer.out, layer.out_bias, int64_t(m_.Q) * D, attended_, pieces[3]);
     team_.barrier();
@@ -198,13 +205,56 @@ class Step {
     store(attended, out, heads * D);
   }
 
-  // Calls `attend` with the number of heads, at most MOST_HEADS, as a constant.
-  template <int heads = MOST_HEADS>
-  void attend_heads(int number, const Layer& layer, int row, int first, A* memory) {
-    if constexpr (heads > 1)
-      if (number < heads) return attend_heads<heads - 1>(number, layer, row, first, memory);
-    attend<heads>(layer, row, first, memory);
+  // Shares the heads of some items among the threads. Calls `function` with a number of heads that share keys and values,
+  // at most MOST_HEADS, as a constant, with the item, and with the first of the heads.
+  template <typename Function>
+  void share_heads(int items, Pieces& pieces, const Function& function) {
+    const int group = m_.Q / m_.H, parts = (group + MOST_HEADS - 1) / MOST_HEADS;
+    for (int piece; (piece = pieces.take()) < items * m_.H * parts;) {
+      const int item = piece / (m_.H * parts), rest = piece % (m_.H * parts), before = rest % parts * MOST_HEADS;
+      with_heads(std::min(group - before, MOST_HEADS), item, rest / parts * group + before, function);
+    }
   }
+  template <int heads = MOST_HEADS, typename Function>
+  void with_heads(int number, int item, int first, const Function& function) {
+    if constexpr (heads > 1)
+      if (number < heads) return with_heads<heads - 1>(number, item, first, function);
+    function(std::integral_constant<int, heads>(), item, first);
+  }
+
+#if defined(HAS_TILES)
+  bool attends_in_tiles() const { return has_tiles && std::is_same_v<T, BFloat16> && m_.D % TILE_INPUTS == 0; }
+
+  void find_runs() {
+    for (int row = 0; row < M_; ++row) {
+      const int b = row / f_.N;
+      const int64_t place = cache_row(b), position = f_.lengths[b] + row % f_.N;
+      Run* last = runs_.empty() ? nullptr : &runs_.back();
+      if (last != nullptr && last->count < TILE && last->place == place && last->position + last->count == position)
+        ++last->count;
+      else
+        runs_.push_back({row, 1, place, position});
+    }
+  }
+
+  void attend_runs(const Layer& layer, Pieces& pieces) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const Tiles tiles(TILE);
+      const int64_t stride = int64_t(m_.Q + 2 * m_.H) * m_.D;
+      share_heads(int(runs_.size()), pieces, [&](auto heads, int item, int first) {
+        const Run& run = runs_[item];
+        const int64_t start = (run.place * m_.H + first / (m_.Q / m_.H)) * m_.S * m_.D;
+        attend_run<heads>(run, static_cast<const T*>(layer.keys) + start, static_cast<const T*>(layer.values) + start,
+                          m_.D, qkv_ + run.row * stride + first * m_.D, stride,
+                          attended_ + (int64_t(run.row) * m_.Q + first) * m_.D, int64_t(m_.Q) * m_.D);
+      });
+    }
+  }
+#else
+  bool attends_in_tiles() const { return false; }
+  void find_runs() {}
+  void attend_runs(const Layer&, Pieces&) {}
+#endif
 
   // The node `steps` above node n.
   int64_t ancestor(int b, int64_t n, int64_t steps) const {
@@ -212,9 +262,9 @@ class Step {
     return n;
   }
 
-  void feed_forward(const Layer& layer, Input<T>* normed, Pieces* pieces) {
+  void feed_forward(const Layer& layer, int rank, Input<T>* normed, Pieces* pieces) {
     const int64_t F = m_.F;
-    norm_all(layer.mlp_norm, normed);
+    norm_all(layer.mlp_norm, rank, normed);
     const T* gate = static_cast<const T*>(layer.gate_up);
     const T* bias = static_cast<const T*>(layer.gate_up_bias);
     product_pairs(gate, gate + F * m_.C, F, m_.C, normed, M_, pieces[0],
@@ -237,6 +287,7 @@ class Step {
   Input<T>*attended_, *active_;
   int64_t own_size_, scores_;
   std::unique_ptr<Pieces[]> pieces_;
+  std::vector<Run> runs_;  // of prompts whose attention is computed in tiles
 };
 
 Team* the_team = nullptr;  // never freed at exit, when another thread may still be in a step

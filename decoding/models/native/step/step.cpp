@@ -6,7 +6,8 @@
 //
 // Each output is one dot product, whose terms are added in an order that does not depend on the number of
 // rows, and each query adds its visible keys in the order of their positions. So a token's logits have
-// the same bits whether it is decoded alone, in a batch, in a drafted chain or in a tree.
+// the same bits whether it is decoded alone, in a batch, in a drafted chain or in a tree. The tokens of a
+// prompt, of which no logits are wanted, may have others, whatever prompts are read beside it.
 //
 // The headers are parts of this translation unit, the only one, so that the compiler sees each loop with its
 // constants. Shapes: those of structures.h, K inputs and O outputs of a product, M rows.

@@ -45,6 +45,7 @@ struct Model {
 
 struct Forward {
   int32_t B, N, taps, threads;
+  int32_t reads_prompts;   // whether the tokens are of prompts, of which no logits are wanted
   const int64_t* tokens;   // (B, N)
   const int64_t* parents;  // (B, N), -1 for a root; null: a chain
   const int64_t* lengths;  // (B,) committed tokens
