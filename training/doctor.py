@@ -201,14 +201,19 @@ def _page(page: Page) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(page.title)}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }}
-pre {{ background: #f4f4f2; overflow-x: auto; padding: 1rem; white-space: pre-wrap; }}
+h1, p, dd {{ overflow-wrap: anywhere; }}
+pre {{ background: #f4f4f2; font-size: .85rem; overflow-x: auto; padding: 1rem; }}
+.sample {{ overflow-wrap: anywhere; white-space: pre-wrap; }}
 mark {{ background: #b9e4c9; }}
-dt {{ float: left; font-weight: 600; width: 7rem; }}
-dd {{ margin-left: 8rem; }}
+dl {{ display: grid; gap: .4rem 1.5rem; grid-template-columns: max-content 1fr; }}
+dt {{ font-weight: 600; }}
+dd {{ margin: 0; }}
 .bad {{ background: #fbe3d6; padding: .5rem 1rem; }}
+@media (max-width: 34rem) {{ dl {{ gap: 0; grid-template-columns: 1fr; }} dd {{ margin-bottom: .6rem; }} }}
 @media (prefers-color-scheme: dark) {{
 body {{ background: #1b1b1b; color: #ddd; }} pre {{ background: #262626; }}
 mark {{ background: #1f5c3a; color: #eee; }} .bad {{ background: #5a2d17; }}
@@ -220,7 +225,7 @@ mark {{ background: #1f5c3a; color: #eee; }} .bad {{ background: #5a2d17; }}
 {warnings}
 <h2>What is learned</h2>
 <p>{html.escape(page.sample)}, marked:</p>
-<pre>{marked}</pre>
+<pre class=sample>{marked}</pre>
 <h2>Checked</h2>
 <dl>{checks}</dl>
 <h2>Data, texts and plan</h2>
