@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from decoding.costs.prediction import expected_tokens
+from decoding.models.folder import CARD
 from eval.doctor.estimates import Counts, Estimate, rate
 from eval.doctor.findings import FAULT, Finding, ordered
 from eval.doctor.probes import conditions, engine, files, learning, reading
@@ -58,6 +59,7 @@ class Diagnosis:
     parts: list[Part]
     findings: list[Finding]  # of all probes, in their order
     bound: str  # what is left, in a sentence
+    warnings: list[str] = field(default_factory=list)  # what keeps probes from running
 
     @property
     def causes(self) -> list[Finding]:
@@ -82,7 +84,19 @@ def diagnose(subject: Subject) -> Diagnosis:
         _parts(subject),
         findings,
         _bound(subject, findings),
+        _warnings(subject),
     )
+
+
+def _warnings(subject: Subject) -> list[str]:
+    """Return what the drafter's folder lacks."""
+    if subject.card:
+        return []
+    return [
+        f"{subject.folder} has no {CARD}, so it cannot be compared with its training: changed "
+        f"files, another target and another temperature stay hidden. Examine the folder that the "
+        f"training wrote, or copy its card."
+    ]
 
 
 def _parts(subject: Subject) -> list[Part]:

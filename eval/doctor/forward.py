@@ -6,7 +6,7 @@ Shapes: N predicted tokens of all texts, V the target's vocabulary, T tokens of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def predict(
     """Return the predictions of the supervised tokens that training predicts too.
 
     target: a frozen Hugging Face model with packed attention. drafter: such a model, or a head of
-    this kind. taps: the head's layers.
+    this kind. taps: the head's layers. Without such tokens all columns are empty.
     """
     ids = draft_vocabulary(kind, drafter)
     vocab_size = target.config.vocab_size
@@ -89,6 +89,8 @@ def predict(
                     *_of_drafter(q_NV, stops_S),
                 )
             )
+    if not parts:
+        return Predictions(*(np.zeros(0, dtype=np.int64) for _ in fields(Predictions)))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
     return Predictions(*columns)
 

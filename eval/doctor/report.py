@@ -67,6 +67,8 @@ def print_diagnosis(found: Diagnosis, config: DoctorConfig, console: Console | N
         console.width = PLAIN_WIDTH
     causes = found.causes
     console.print(Text(subject_line(found, config)))
+    for warning in found.warnings:
+        console.print(Text(f"warning: {warning}", "bold yellow"))
     console.print(Text(headline(found), "bold red" if causes else "bold green"))
     for number, one in enumerate(causes, 1):
         console.print(Text(f"{number}. {one.cause}", "bold"))
@@ -139,7 +141,7 @@ def doctor_page(found: Diagnosis, config: DoctorConfig, command: str) -> str:
     """Return the content of doctor.html."""
     values: dict[str, Any] = {
         "title": _title(found),
-        "warnings": [],
+        "warnings": found.warnings,
         "cards": [],
         "subject": subject_line(found, config),
         "causes": [(one, [line.split(maxsplit=1) for line in _lines(one)]) for one in found.causes],

@@ -6,7 +6,7 @@ Shapes: E tested tokens of all prompts, P prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,3 @@ class _FirstDrafts:
             ):
                 return row, len(sequence) - length
         return None
-
-
-def with_changes(settings: Settings, **changes: Any) -> Settings:
-    """Return the settings with other values."""
-    return replace(settings, **changes)

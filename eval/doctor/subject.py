@@ -20,18 +20,21 @@ from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
 from decoding.rounds.settings import Settings
+from decoding.values import quote
 from eval.doctor.config import DoctorConfig, drafter_name
 from eval.doctor.engine_run import read_engine_run
 from eval.doctor.forward import Predictions
 from eval.doctor.serving import Served, serve
 from eval.engines.records import EngineRecord
-from eval.measure.benchmarks import Benchmark, load_benchmark
+from eval.measure.benchmarks import Benchmark, load_benchmark, rejected
 from heads.registry import kind_in
 from jobs.config import TargetConfig
 from jobs.paths import is_here, resolve, resolve_model
 from jobs.saved_config import read_config, upgrade_config
+from training.config import DataConfig
 from training.data.chat import render_prompt, render_text
-from training.data.readers import Chat, read_chats
+from training.data.from_config import split_chats
+from training.data.readers import Chat
 from training.heads.kind import HeadKind
 from training.models.build import load_causal_lm
 from training.objectives import freeze
@@ -39,6 +42,14 @@ from training.objectives import freeze
 LEAST_PROMPTS = 4
 TRAININGS = ("distill.train", "heads.train", "recurrent_drafting.train")
 EXACT = ("float32", "float64")
+# fields of a card that probes read, with their types
+CARD_FIELDS = {
+    "target": str,
+    "target_hash": str,
+    "drafter_hash": str,
+    "acceptance": dict,
+    "data": dict,
+}
 
 
 class Conditions(NamedTuple):
@@ -79,8 +90,7 @@ class Subject:
             )
         self.folder = Path(self.choice.options["folder"])
         self.tokenizer = load_tokenizer(self.target_folder)
-        card = self.folder / CARD
-        self.card: dict[str, Any] = read_json(card) if card.is_file() else {}
+        self.card = _read_card(self.folder / CARD)
         self.kind: HeadKind | None = kind_in(self.folder) if head_of(self.folder) else None
         if self.kind is None:
             check_same_tokenizer(self.target_folder, self.folder)
@@ -140,7 +150,7 @@ class Subject:
                 )
             return {}
         path = found["target"]["path"]
-        if given and self.card and path != self.card["target"]:
+        if given and path != self.card.get("target", path):
             raise UserError(
                 f"{file} trained a drafter for the target {path}, but {self.folder / CARD} names "
                 f"{self.card['target']}. Set training= to the run that made this drafter."
@@ -170,14 +180,20 @@ class Subject:
     @cached_property
     def chats(self) -> list[Chat]:
         """Return training chats from all over the files; empty if there are none here."""
-        paths = self.config.chats or list(self.training.get("data", {}).get("chats", []))
+        paths = self.config.chats or self._chats_of_training()
         if not self.config.chats and not all(map(is_here, paths)):
             return []
-        if not paths:
-            return []
-        chats, _ = read_chats([resolve(path) for path in paths])
+        chats, _ = split_chats(DataConfig(chats=paths), "train")
         step = -(-len(chats) // self.config.max_chats)
-        return chats[::step]
+        return chats[:: max(step, 1)]
+
+    def _chats_of_training(self) -> list[str]:
+        """Return the paths of the training's chats, those of its domains included."""
+        data = self.training.get("data", {})
+        paths = list(data.get("chats", []))
+        for domain in data.get("domains", {}).values():
+            paths += [str(Path(data.get("root", ""), path)) for path in domain.get("chats", [])]
+        return paths
 
     # ------------------------------------------------------------------------------------ rendering
 
@@ -221,20 +237,25 @@ class Subject:
         return Rendering(self.config.system if system is None else system, *template)
 
     def render(self, rendering: Rendering) -> list[list[int]]:
-        """Return the ids of all prompts."""
+        """Return the ids of all prompts. Raises UserError for prompts that a template rejects."""
         if self.as_text:
             return [render_text(self.tokenizer, one.turns[0]) for one in self.benchmark.prompts]
         system = [{"role": "system", "content": rendering.system}] if rendering.system else []
-        return [
-            render_prompt(
-                rendering.tokenizer,
-                [*system, {"role": "user", "content": one.turns[0]}],
-                template=rendering.template,
-            )
-            for one in self.benchmark.prompts
-        ]
+        tokenizer, template = rendering.tokenizer, rendering.template
+        found = []
+        for one in self.benchmark.prompts:
+            messages = [*system, {"role": "user", "content": one.turns[0]}]
+            try:
+                found.append(render_prompt(tokenizer, messages, template=template))
+            except UserError as error:
+                raise rejected(one, tokenizer, template, error) from error
+        return found
 
     # --------------------------------------------------------------------------------------- models
+
+    @property
+    def device(self) -> str:
+        return device_of(self.config.target.device)
 
     @cached_property
     def exact_dtype(self) -> str:
@@ -244,14 +265,14 @@ class Subject:
     @cached_property
     def model(self) -> Any:
         """Return the target as a frozen Hugging Face model in float32."""
-        return freeze(load_causal_lm(self.target_folder, torch.float32))
+        return freeze(load_causal_lm(self.target_folder, torch.float32)).to(self.device)
 
     @cached_property
     def draft_model(self) -> Any:
         """Return the drafter as training runs it: a Hugging Face model, or a head."""
         if self.kind is None:
-            return freeze(load_causal_lm(self.folder, torch.float32))
-        return freeze(self.kind.load(self.folder))
+            return freeze(load_causal_lm(self.folder, torch.float32)).to(self.device)
+        return freeze(self.kind.load(self.folder)).to(self.device)
 
     @cached_property
     def shape(self) -> Any:
@@ -268,7 +289,7 @@ class Subject:
                 backend=config.backend,
                 execution=config.execution or "auto",
                 dtype=dtype,
-                device=device_of(config.device),
+                device=self.device,
                 max_length=config.max_length or None,
             )
         return self._targets[folder, dtype]
@@ -291,7 +312,7 @@ class Subject:
             {**self.choice.options, "dtype": dtype},
             backend=config.backend,
             dtype=dtype,
-            device=device_of(config.device),
+            device=self.device,
             execution="auto",
         )
         drafter: Drafter = kind(**options)
@@ -340,3 +361,16 @@ class Subject:
         return self.serve(
             Conditions(usual=True, temperature=0.0, dtype=self.exact_dtype, chain=True)
         )
+
+
+def _read_card(file: Path) -> dict[str, Any]:
+    """Return the card of a drafter; empty if it has none. Raises UserError for another form."""
+    card = read_json(file) if file.is_file() else {}
+    for key, kind in CARD_FIELDS.items():
+        if not isinstance(found := card.get(key, kind()), kind):
+            expected = "an object" if kind is dict else "text"
+            raise UserError(
+                f"{file}: {key} is {quote(found)}, expected {expected}. Copy the folder again from "
+                f"its training, or remove the card to examine the drafter without it."
+            )
+    return card

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from decoding.errors import UserError
+from decoding.errors import UserError, without_stop
 from decoding.values import check_choice
 from eval.config import BenchmarkConfig
 from training.data.chat import choose_rendering, render_prompt, render_text, template_names
@@ -166,7 +166,11 @@ def _keep_fitting(
     for prompt in prompts:
         if limit and len(kept) == limit:
             break
-        length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render, cfg.chat_template))
+        try:
+            ids = render_turns(prompt.turns[:1], [], tokenizer, cfg.render, cfg.chat_template)
+        except UserError as error:
+            raise rejected(prompt, tokenizer, cfg.chat_template, error) from error
+        length = len(ids)
         if length + max_new_tokens <= max_length:
             kept.append(prompt)
         elif cfg.too_long == "skip":
@@ -184,6 +188,15 @@ def _keep_fitting(
             f"{max_length} tokens. Lower max_new_tokens, or use shorter prompts."
         )
     return kept, too_long
+
+
+def rejected(prompt: Prompt, tokenizer: Any, template: str, reason: UserError) -> UserError:
+    """Return the error for a prompt that a chat template rejects. reason: its own error."""
+    whose = tokenizer.name_or_path if template == "auto" else f"benchmark.chat_template={template}"
+    return UserError(
+        f"prompt {prompt.id!r}: {without_stop(reason)}. Correct the template of {whose}, or choose "
+        f"one of ours (benchmark.chat_template=)."
+    )
 
 
 def _select_ids(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from eval.config import BenchmarkConfig
 from eval.doctor.config import DoctorConfig
 from eval.doctor.diagnosis import Diagnosis, diagnose
@@ -49,3 +51,19 @@ def causes(found: Diagnosis) -> list[str]:
 def healthy(home: Path, noise: float = 0.02) -> Path:
     """Write a drafter that is the target with some noise."""
     return planted.write_drafter(home / "drafter", TARGET, planted.noisy(TARGET, noise))
+
+
+def training_run(home: Path, chats: Path, **data: Any) -> None:
+    """Write the configuration of a training above the drafter's folder."""
+    values = {
+        "job": "distill.train",
+        "target": {"path": str(TARGET)},
+        "data": {
+            "chats": [str(chats)],
+            "template": "auto",
+            "max_length": 96,
+            "train_on": "answers",
+            **data,
+        },
+    }
+    (home / "config.yaml").write_text(OmegaConf.to_yaml(values), encoding="utf-8")

@@ -23,7 +23,7 @@ def check_target(subject: Subject) -> Finding:
     found = subject.target_hash
     if found == expected:
         return fine("target", f"hash {found[:12]}", "that of the card")
-    original, name = subject.original_target, subject.card["target"]
+    original, name = subject.original_target, subject.card.get("target", "its own target")
     if original is None:
         loss, measured = loss_against_card(subject)
         if loss is not None and not is_sure(loss):

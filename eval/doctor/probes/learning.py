@@ -54,7 +54,8 @@ def check_vocabulary(subject: Subject) -> Finding:
     accepted = served.counts.rate * tested / max(tested - float(missed_P.sum()), 1.0)
     more = mean_by_prompt(missed_P - spared_P, tested_P)
     loss = Estimate(more.value * accepted, more.error * accepted, more.freedom)
-    mass = float(served_predictions(subject).undrafted_N.mean())
+    undrafted_N = served_predictions(subject).undrafted_N
+    mass = float(undrafted_N.mean()) if len(undrafted_N) else 0.0
     found = (
         f"{missed_P.sum() / tested:.1%} of tested tokens cannot be drafted ({mass:.1%} of the "
         f"target's probability)"
@@ -119,6 +120,8 @@ def check_on_policy(subject: Subject) -> Finding:
     if not subject.chats:
         return unknown("off_policy", "needs the training's chats (chats=)")
     found = training_predictions(subject)
+    if not len(found.label_N):
+        return unknown("off_policy", "needs chats that the training's template renders")
     size = int(found.text_N.max()) + 1
     excess = mean_by_prompt(
         np.bincount(found.text_N, found.excess_N, size),

@@ -30,7 +30,7 @@ def check_layout(subject: Subject) -> Finding:
         kind.taps(shape),
         subject.model,
         samples,
-        torch.device("cpu"),
+        torch.device(subject.device),
         kind.longest_draft(shape),
     )
     stored = found.stored
