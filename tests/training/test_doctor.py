@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from decoding.errors import UserError
 from tests.support import tiny_folders
 from training.config import DataConfig, LoopConfig, TrainingJobConfig
+from training.data.from_config import training_data
 from training.data.packing import PackedData, Sample
 from training.data.readers import Chat
 from training.data.samples import ChatRules, chat_samples
@@ -93,7 +96,7 @@ def test_the_page_of_the_run_has_all_of_it_escaped(tmp_path: Path) -> None:
     assert (tmp_path / PAGE).is_file()
     assert "<mark>an answer\nto three?&lt;/s&gt;</mark>" in html
     assert "1 dropped: no turns" in html
-    assert "http" not in html
+    assert 'name="viewport"' in html and "http" not in html
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,27 @@ def test_a_mark_that_is_no_token_is_plain_text(tmp_path: Path) -> None:
     tokenizer.chat_template = tiny_folders.TEMPLATE.replace("<u>", "<|user|>")
     found = page(tmp_path, tokenizer, samples(tokenizer))
     assert "<|user|> are plain text" in found.checks["template"]
+
+
+def test_a_template_that_rejects_all_chats_ends_the_training_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    tokenizer = tiny_folders.tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no chats today') }}"
+    chat = {
+        "messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}]
+    }
+    (tmp_path / "chats.json").write_text(json.dumps([chat] * 3))
+    data = DataConfig(chats=[str(tmp_path / "chats.json")], max_length=64)
+    with pytest.raises(UserError, match="no chats today"):
+        training_data(tokenizer, data, configured().loop, seed=0)
+
+
+def test_a_template_that_rejects_the_doctors_own_chat_is_not_checked(tmp_path: Path) -> None:
+    tokenizer = tiny_folders.tokenizer()
+    found = samples(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('begin with a system prompt') }}"
+    assert "template" not in page(tmp_path, tokenizer, found).checks
 
 
 def test_checkpoints_that_do_not_fit_are_a_warning(
