@@ -23,7 +23,7 @@ from decoding.errors import UserError
 from decoding.models.folder import CARD
 from distill.acceptance import HeldOutAcceptance
 from eval.doctor.config import DoctorConfig, drafter_name
-from eval.doctor.estimates import Counts, Estimate, is_sure, mean_by_prompt, rate, student
+from eval.doctor.estimates import Counts, Estimate, is_sure, mean_by_prompt, rate, student_quantile
 from eval.doctor.logs import log_samples, read_logs
 from eval.doctor.subject import LEAST_PROMPTS, Subject
 from jobs.files import write_text
@@ -256,7 +256,8 @@ def _counts(subject: Subject, samples: Sequence[Sample]) -> tuple[list[float], l
 
 def _more(now: Measured, reference: Estimate, fall: Estimate) -> int:
     """Return how many more answers would make a fall of this size certain; -1: no number does."""
-    most = (fall.value / student(fall.freedom)) ** 2 - reference.error**2  # variance of the logs
+    # the variance of the logs' acceptance
+    most = (fall.value / student_quantile(fall.freedom)) ** 2 - reference.error**2
     if fall.value <= 0 or most <= 0:
         return -1
     return max(0, math.ceil(now.answers * (now.acceptance.error**2 / most - 1)))

@@ -31,12 +31,12 @@ class Estimate:
     @property
     def low(self) -> float:
         """Return the lower bound, wrong with a probability of DOUBT."""
-        return self.value - student(self.freedom) * self.error
+        return self.value - student_quantile(self.freedom) * self.error
 
     @property
     def high(self) -> float:
         """Return the upper bound, wrong with a probability of DOUBT."""
-        return self.value + student(self.freedom) * self.error
+        return self.value + student_quantile(self.freedom) * self.error
 
     def __str__(self) -> str:
         spread = NormalDist().inv_cdf(0.975) * self.error
@@ -48,7 +48,7 @@ def is_sure(loss: Estimate, least: float = LEAST_LOSS) -> bool:
     return loss.value >= least and loss.low > 0
 
 
-def student(freedom: int) -> float:
+def student_quantile(freedom: int) -> float:
     """Return the quantile 1 - DOUBT of Student's distribution; infinite below 3 degrees.
 
     Source: Abramowitz and Stegun, 26.7.5, an expansion in 1 / freedom.

@@ -11,7 +11,7 @@ from eval.doctor.estimates import (
     difference_of_groups,
     is_sure,
     rate,
-    student,
+    student_quantile,
 )
 
 PROMPTS, TOKENS, TRIALS = 12, 40, 2000
@@ -28,7 +28,7 @@ def counts(generator: np.random.Generator, alpha: float, spread: float = 0.1) ->
 def test_quantiles_are_those_of_students_distribution(freedom: int) -> None:
     exact = float(stats.t.ppf(1 - DOUBT, freedom))
     # the expansion is short of the exact value where few prompts are left
-    assert student(freedom) == pytest.approx(exact, rel=0.15 if freedom < 5 else 0.01)
+    assert student_quantile(freedom) == pytest.approx(exact, rel=0.15 if freedom < 5 else 0.01)
 
 
 def test_two_prompts_are_never_sure() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from decoding.drafters.chain import ChainDrafter
@@ -16,8 +18,10 @@ from eval.doctor.estimates import (
 from eval.doctor.findings import FAULT, Finding, fine, unknown
 from eval.doctor.serving import Served
 from eval.doctor.subject import EXACT, Conditions, Rendering, Subject
+from training.data.readers import Chat
 
-THOUGHTS = "<think>"
+# what models write around thoughts; templates may write the first mark into the prompt
+THOUGHTS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>analysis")
 
 
 def check_template(subject: Subject) -> Finding:
@@ -178,22 +182,14 @@ def check_thinking(subject: Subject) -> Finding:
     """Compare how often answers begin with thoughts in serving and in the training chats."""
     if not subject.chats:
         return unknown("thinking", "needs the training's chats (chats=)")
-    served = subject.serve()
-    decoded = (subject.tokenizer.decode(answer) for answer in served.answers)
-    ours_P = np.asarray([THOUGHTS in text for text in decoded], dtype=float)
-    theirs_P = np.asarray(
-        [
-            any(THOUGHTS in one["content"] for one in chat.messages if one["role"] == "assistant")
-            for chat in subject.chats
-        ],
-        dtype=float,
-    )
-    ones = [mean_by_prompt(column_P, np.ones(len(column_P))) for column_P in (ours_P, theirs_P)]
-    found, expected = f"{ones[0].value:.0%} of the served answers think", f"{ones[1].value:.0%}"
-    error = float(np.hypot(ones[0].error, ones[1].error)) + 1 / (
-        2 * min(len(ours_P), len(theirs_P))
-    )
-    apart = Estimate(abs(ones[0].value - ones[1].value), error, min(one.freedom for one in ones))
+    answers = [subject.tokenizer.decode(answer) for answer in subject.serve().answers]
+    texts = [_answers_of(chat) for chat in subject.chats]
+    served, trained = _share_of_thoughts(answers), _share_of_thoughts(texts)
+    found, expected = f"{served.value:.0%} of the served answers think", f"{trained.value:.0%}"
+    # equal answers have no spread, but half an answer more or less remains possible
+    error = float(np.hypot(served.error, trained.error)) + 0.5 / min(len(answers), len(texts))
+    freedom = min(served.freedom, trained.freedom)
+    apart = Estimate(abs(served.value - trained.value), error, freedom)
     if not is_sure(apart):
         return fine("thinking", found, f"{expected} of the training chats")
     return Finding(
@@ -203,6 +199,17 @@ def check_thinking(subject: Subject) -> Finding:
         f"{expected}, as in the training chats",
         "Regenerate the training chats in the mode that serves, and train again",
     )
+
+
+def _answers_of(chat: Chat) -> str:
+    """Return the text of a chat's answers."""
+    return "\n".join(one["content"] for one in chat.messages if one["role"] == "assistant")
+
+
+def _share_of_thoughts(texts: Sequence[str]) -> Estimate:
+    """Return the share of the texts that hold thoughts."""
+    thinks_P = np.asarray([any(mark in text for mark in THOUGHTS) for text in texts], dtype=float)
+    return mean_by_prompt(thinks_P, np.ones(len(texts)))
 
 
 def _quoted(system: str) -> str:
