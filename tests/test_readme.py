@@ -49,7 +49,7 @@ ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
 # The README has the first commands of a newcomer, docs/cli.md all of them.
 COMMANDS = README + (ROOT / "docs" / "cli.md").read_text()
-GUIDES = ("adding_a_drafter", "devices", "methods", "pruning", "recurrent_drafting")
+GUIDES = ("adding_a_drafter", "devices", "doctor", "methods", "pruning", "recurrent_drafting")
 # words in the commands of the guides that are not arguments
 ELLIPSES = ("...", "$@", "[overrides]")
 SCHEMAS = {job: schema_of(job) for job in schemas.SCHEMAS}
