@@ -1,6 +1,6 @@
 """Predictions of target and drafter for given texts, in the parallel forward pass of training.
 
-Shapes: N predicted tokens of all texts, V the target's vocabulary, T tokens of a text.
+Shapes: N predicted tokens of all texts, V the target's vocabulary, T tokens of a text, S powers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from training.objectives import hidden_states
 
 CHUNK = 256  # predictions whose distributions are held at once
 NEVER = -1e9  # log probability of a token that cannot be drafted
+# powers that sharpen or flatten the drafter's distribution
+POWERS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0, 16.0)
 
 
 @dataclass(frozen=True)
@@ -72,27 +74,77 @@ def predict(
     if ids is not None:
         drafted_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
     stops_S = torch.tensor([token for token in stops if token < vocab_size], dtype=torch.long)
-    states = None if kind is None else TargetStates(target, taps=taps, final=False)
     parts = []
-    for text, sample in enumerate(samples):
-        batch = collate([sample], [[0]], len(sample.ids), next(target.parameters()).device)
-        p_TV = _log_softmax(target.get_output_embeddings(), hidden_states(target, batch)[0])
-        for places_N, q_NV in _drafts(kind, drafter, states, batch, vocab_size):
-            labels_N = batch.ids_RT[0, places_N]
-            p_NV = p_TV[places_N - 1]
-            parts.append(
-                (
-                    torch.full_like(places_N, text),
-                    places_N,
-                    labels_N,
-                    *_of_target(p_NV, labels_N, stops_S, drafted_V),
-                    *_of_drafter(q_NV, stops_S),
-                )
+    for text_N, places_N, labels_N, p_NV, q_NV in _distributions(
+        target, kind, drafter, taps, samples
+    ):
+        parts.append(
+            (
+                text_N,
+                places_N,
+                labels_N,
+                *_of_target(p_NV, labels_N, stops_S, drafted_V),
+                *_of_drafter(q_NV, stops_S),
             )
+        )
     if not parts:
         return Predictions(*(np.zeros(0, dtype=np.int64) for _ in fields(Predictions)))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
     return Predictions(*columns)
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """The drafter's distribution raised to POWERS, against the target's, at tokens of texts."""
+
+    text_N: np.ndarray
+    overlap_NS: np.ndarray  # sum of min(p, q), the probability that a sampled draft is accepted
+    log_q_NS: np.ndarray  # mean of log q over the target's tokens that can be drafted, in nats
+
+
+@torch.no_grad()
+def sharpen(
+    target: Any,
+    kind: HeadKind | None,
+    drafter: Any,
+    taps: tuple[int, ...],
+    samples: Sequence[Sample],
+    temperature: float,
+) -> Sharpness:
+    """Return how well sharper and flatter distributions of the drafter fit the target's.
+
+    temperature: of the target and the drafter. The other arguments are those of `predict`.
+    """
+    parts = []
+    for text_N, _, _, p_NV, q_NV in _distributions(target, kind, drafter, taps, samples):
+        p_NV = (p_NV / temperature).softmax(-1)
+        overlaps, logs = [], []
+        for power in POWERS:
+            sharper_NV = (q_NV * (power / temperature)).log_softmax(-1)
+            overlaps.append(torch.minimum(p_NV, sharper_NV.exp()).sum(-1))
+            logs.append((p_NV * sharper_NV.nan_to_num(neginf=0.0)).sum(-1))
+        parts.append((text_N, torch.stack(overlaps, -1), torch.stack(logs, -1)))
+    if not parts:
+        return Sharpness(np.zeros(0, dtype=np.int64), *np.zeros((2, 0, len(POWERS))))
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    return Sharpness(*columns)
+
+
+def _distributions(
+    target: Any,
+    kind: HeadKind | None,
+    drafter: Any,
+    taps: tuple[int, ...],
+    samples: Sequence[Sample],
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield text, place and id [N] of predicted tokens, and log p and log q [N, V] there."""
+    states = None if kind is None else TargetStates(target, taps=taps, final=False)
+    for text, sample in enumerate(samples):
+        batch = collate([sample], [[0]], len(sample.ids), next(target.parameters()).device)
+        p_TV = _log_softmax(target.get_output_embeddings(), hidden_states(target, batch)[0])
+        for places_N, q_NV in _drafts(kind, drafter, states, batch, target.config.vocab_size):
+            texts_N, labels_N = torch.full_like(places_N, text), batch.ids_RT[0, places_N]
+            yield texts_N, places_N, labels_N, p_TV[places_N - 1], q_NV
 
 
 def _log_softmax(layer: Any, hidden_TH: Tensor) -> Tensor:

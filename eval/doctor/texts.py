@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eval.doctor.forward import Predictions, predict
+from eval.doctor.forward import Predictions, Sharpness, predict, sharpen
 from eval.doctor.serving import Served
 from eval.doctor.subject import Subject
 from training.data.packing import Sample
@@ -41,6 +41,19 @@ def served_predictions(subject: Subject) -> Predictions:
 def training_predictions(subject: Subject) -> Predictions:
     """Return the predictions of the training chats, once."""
     return _predictions(subject, "training")
+
+
+def sharpness(subject: Subject) -> Sharpness:
+    """Return how well powers of the drafter's distribution fit the answers as they are served."""
+    kind = subject.kind
+    return sharpen(
+        subject.model,
+        kind,
+        subject.draft_model,
+        () if kind is None else kind.taps(subject.shape),
+        answer_samples(subject.serve()),
+        subject.config.temperature,
+    )
 
 
 def _predictions(subject: Subject, what: str) -> Predictions:

@@ -82,13 +82,25 @@ def test_no_fault_is_named_on_a_noisy_copy_with_its_training(tmp_path: Path) -> 
     assert found.acceptance.value > 0.8
 
 
-def test_no_fault_is_named_on_a_drafter_of_two_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("trained", "served"), [(1.0, 0.0), (0.0, 1.0)])
+def test_no_fault_is_named_at_another_temperature_than_the_cards(
+    trained: float, served: float, tmp_path: Path
+) -> None:
+    """Check that a healthy drafter, which is accepted differently there, is not blamed for it."""
+    figures = {"temperature": trained}
+    model = planted.noisy(TARGET, 0.05)
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, model, planted.TEMPLATE, figures)
+    assert causes(examined(tmp_path, drafter, temperature=served)) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_fault_is_named_on_a_drafter_of_two_layers(temperature: float, tmp_path: Path) -> None:
     model = planted.noisy(TARGET, 0.02)
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
     planted.fit(model, planted.samples_of(planted.TEMPLATE), STEPS)
     drafter = planted.write_drafter(tmp_path / "drafter", TARGET, model)
-    assert causes(examined(tmp_path, drafter)) == []
+    assert causes(examined(tmp_path, drafter, temperature=temperature)) == []
 
 
 def test_no_fault_is_named_on_a_head(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from eval.doctor.estimates import (
     mean_by_prompt,
 )
 from eval.doctor.findings import FAULT, Finding, fine, unknown
+from eval.doctor.forward import POWERS
 from eval.doctor.serving import Served
 from eval.doctor.subject import EXACT, Conditions, Rendering, Subject
+from eval.doctor.texts import sharpness
 from training.data.readers import Chat
 
 # what models write around thoughts; templates may write the first mark into the prompt
@@ -73,27 +75,42 @@ def _compared(subject: Subject, cause: str, now: str, usual: str, remedy: str) -
 
 
 def check_temperature(subject: Subject) -> Finding:
-    """Decode at the temperature of the card, if serving has another."""
+    """Compare the drafter's distribution with the sharper or flatter one that is likeliest.
+
+    Acceptance differs between temperatures on healthy drafters too, so decoding at both shows
+    nothing. A drafter that was trained for another temperature is too flat or too sharp instead:
+    its likelihood of the target's tokens grows if its distribution is raised to a power.
+    """
+    temperature = subject.config.temperature
+    if not temperature:
+        return fine("temperature", "greedy", "any: only the likeliest token counts")
+    served = subject.serve()
+    found = sharpness(subject)
+    if not len(found.text_N):
+        return unknown("temperature", "needs longer answers")
+    size = len(served.prompts)
+    best, as_is = int(found.log_q_NS.mean(0).argmax()), POWERS.index(1.0)
+    gain_N = found.overlap_NS[:, best] - found.overlap_NS[:, as_is]
+    counts_P = np.bincount(found.text_N, minlength=size).astype(float)
+    loss = mean_by_prompt(np.bincount(found.text_N, gain_N, size), counts_P)
+    overlaps_S = found.overlap_NS.mean(0)
     trained = subject.card.get("acceptance", {}).get("temperature")
-    if trained is None:
-        return unknown("temperature", "needs a card with held-out figures")
-    serving = subject.config.temperature
-    if trained == serving:
-        return fine("temperature", f"{serving:g}", "that of the card")
-    served, other = subject.serve(), subject.serve(Conditions(temperature=float(trained)))
-    loss = difference(other.counts, served.counts)
-    found = f"{served.counts.rate:.3f} accepted at temperature {serving:g}"
-    expected = f"{other.counts.rate:.3f} at {trained:g}, for which its checkpoint was selected"
+    known = "" if trained is None else f" (the card's temperature is {trained:g})"
+    words = (
+        f"{overlaps_S[as_is]:.3f} expected to be accepted at temperature {temperature:g}{known}",
+        f"{overlaps_S[best]:.3f} with its probabilities to the power {POWERS[best]:g}, the "
+        f"likeliest",
+    )
     if not is_sure(loss):
-        return fine("temperature", found, expected, loss)
+        return fine("temperature", *words, loss)
     return Finding(
         "temperature",
         FAULT,
-        found,
-        expected,
-        f"Train with answers and held_out.temperature={serving:g}, or serve at {trained:g}",
+        *words,
+        f"Train on answers of temperature {temperature:g}, with held_out.temperature="
+        f"{temperature:g}",
         loss,
-        "decoded at both temperatures",
+        "computed at the places of the answers",
     )
 
 
