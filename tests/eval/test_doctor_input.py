@@ -155,6 +155,7 @@ def test_chats_that_the_template_rejects_leave_out_the_probes_that_read_them(
     )
     drafter = healthy(tmp_path)
     (drafter / "chat_template.jinja").write_text(template)
+    planted.write_card(drafter, TARGET)
     chats = planted.write_chats(tmp_path / "chats.json")
     found = examined(tmp_path, drafter, target_with(tmp_path, template), chats=[str(chats)])
     states = {one.cause: one.state for one in found.findings}

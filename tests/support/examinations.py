@@ -53,8 +53,8 @@ def healthy(home: Path, noise: float = 0.02) -> Path:
     return planted.write_drafter(home / "drafter", TARGET, planted.noisy(TARGET, noise))
 
 
-def training_run(home: Path, chats: Path, **data: Any) -> None:
-    """Write the configuration of a training above the drafter's folder."""
+def training_run(home: Path, chats: Path, /, **data: Any) -> None:
+    """Write the configuration of a training above the drafter's folder. data: other values."""
     values = {
         "job": "distill.train",
         "target": {"path": str(TARGET)},

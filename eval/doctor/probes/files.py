@@ -72,7 +72,7 @@ def check_folder(subject: Subject) -> Finding:
         "folder",
         FAULT,
         f"its files have the hash {found[:12]}",
-        f"{expected[:12]}, written by its training: weights or config.json have changed since",
+        f"{expected[:12]}, written by its training: weights, config.json or tokenizer have changed",
         "Copy the folder again from its run, or write it again (checkpoint= of its training)",
         loss,
         measured,
