@@ -165,6 +165,7 @@ def show(page: Page, console: Console | None = None) -> None:
             text.append(" ...")
             break
     for line in text.wrap(console, console.width - 2):
+        line.rstrip()
         console.print(Text("  ") + line, soft_wrap=True)
     for subject, found in page.checks.items():
         console.print(Text(f"  {subject:<10}{found}"))
@@ -196,7 +197,11 @@ def _page(page: Page) -> str:
         f"<dt>{html.escape(subject)}</dt><dd>{html.escape(found)}</dd>"
         for subject, found in page.checks.items()
     )
-    printed = html.escape("\n".join(page.printed))
+    # tables keep their columns, and single lines wrap
+    printed = "\n".join(
+        f"<pre>{html.escape(one)}</pre>" if "\n" in one else f"<p>{html.escape(one)}</p>"
+        for one in page.printed
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -229,7 +234,7 @@ mark {{ background: #1f5c3a; color: #eee; }} .bad {{ background: #5a2d17; }}
 <h2>Checked</h2>
 <dl>{checks}</dl>
 <h2>Data, texts and plan</h2>
-<pre>{printed}</pre>
+{printed}
 </body>
 </html>
 """  # noqa: E501
