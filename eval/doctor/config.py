@@ -40,11 +40,13 @@ class DoctorConfig(JobConfig):
     # run folder of eval.run engine=[ours,ENGINE] with this drafter, to compare the engine's
     # acceptance with ours; empty: engines are not compared
     engine_run: str = ""
-    # JSONL file or folder of what the target answered in serving: examine these logs instead of new
-    # answers, and report whether acceptance has fallen; empty: examine the drafter
+    # logged answers of the target in serving, in any form that eval.replay reads: report whether the
+    # acceptance on them has fallen, instead of examining new answers; empty: examine the drafter
     drift: str = ""
     # older logs to compare with; empty: compare with the held-out acceptance on the drafter's card
     drift_against: str = ""
+    # the target that wrote the older logs, if it was another one; empty: target.path
+    drift_against_target: str = ""
     # smallest fall of the acceptance that calls for re-targeting
     least_drift: float = 0.02
 

@@ -2,8 +2,7 @@
 
 The logged answers are read by target and drafter in one forward each, as held-out answers are in
 training, so nothing is decoded. The acceptance of each answer gives the mean and its error over
-answers; the card gives the reference, or older logs. Logs that the target cannot have written are
-refused, since acceptance on them says nothing of serving.
+answers; the reference is the drafter's card, or older logs.
 """
 
 from __future__ import annotations
@@ -11,35 +10,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from decoding.costs.prediction import expected_tokens
 from decoding.errors import UserError
 from decoding.models.folder import CARD
 from distill.acceptance import HeldOutAcceptance
 from eval.doctor.config import DoctorConfig, drafter_name
-from eval.doctor.estimates import Counts, Estimate, is_sure, mean_by_prompt, rate, student_quantile
-from eval.doctor.logs import log_samples, read_logs
-from eval.doctor.subject import LEAST_PROMPTS, Subject
+from eval.doctor.estimates import Counts, Estimate, is_sure, rate, student_quantile
+from eval.doctor.logs import read_answers
+from eval.doctor.subject import Subject
+from eval.logged.records import RECORDS
 from jobs.files import write_text
-from jobs.paths import resolve
+from jobs.paths import resolve, resolve_model
 from jobs.run_files import read_object
 from jobs.run_folder import RunFolder
 from training.config import HeldOutConfig
-from training.data.packing import Sample, collate
+from training.data.packing import Sample
 from training.features.states import TargetStates
 from training.heads.evaluation import GreedyChain
-from training.objectives import hidden_states
 
 HEALTHY, UNSURE, RETARGET = "healthy", "unsure", "re-target"
 PARTS = 4  # of the log, in its order
-MOST_FOREIGN = 0.1  # nats a token, as for the answers of a training (probes/learning.py)
-MOST_OTHER = 0.05  # share of greedy tokens that are not the target's likeliest: near ties are fewer
 NO_LIMIT = 2**30  # tokens: where logged answers were cut is not known
 
 
@@ -81,8 +77,7 @@ def run_drift(config: DoctorConfig) -> Path:
         found = read_object(file, "Delete the folder to examine again.", drift_of)
     else:
         subject = Subject(config)
-        logs = [resolve(path) for path in (config.drift, config.drift_against) if path]
-        inputs = [subject.target_folder, subject.folder, *logs]
+        inputs = _inputs(subject)
         folder.write_manifest(inputs, {}, finished=False)
         found = find_drift(subject)
         write_text(file, json.dumps(asdict(found), indent=1))
@@ -99,7 +94,7 @@ def find_drift(subject: Subject) -> Drift:
     """
     config = subject.config
     if config.drift_against:
-        before = measure_logs(subject, config.drift_against)
+        before = measure_logs(_before(subject), config.drift_against)
         reference, source = before.acceptance, f"{before.answers} answers of {config.drift_against}"
         now = measure_logs(subject, config.drift)
     else:
@@ -118,6 +113,24 @@ def find_drift(subject: Subject) -> Drift:
     elif fall.value >= config.least_drift:
         verdict = UNSURE
     return Drift(verdict, now, reference, source, fall, _more(now, reference, fall))
+
+
+def _inputs(subject: Subject) -> list[Path]:
+    config = subject.config
+    found = [resolve(path) for path in (config.drift, config.drift_against) if path]
+    logs = [path / RECORDS if path.is_dir() else path for path in found]
+    older = config.drift_against_target
+    targets = [subject.target_folder, *([resolve_model(older)] if older else [])]
+    return [*targets, subject.folder, *logs]
+
+
+def _before(subject: Subject) -> Subject:
+    """Return the same drafter on the target that wrote the older logs."""
+    config = subject.config
+    if not config.drift_against_target:
+        return subject
+    target = replace(config.target, path=config.drift_against_target)
+    return Subject(replace(config, target=target))
 
 
 def recorded(subject: Subject) -> tuple[float, int]:
@@ -153,28 +166,9 @@ def recorded(subject: Subject) -> tuple[float, int]:
 def measure_logs(subject: Subject, path: str) -> Measured:
     """Return the acceptance of logged answers, evenly chosen from all over the log.
 
-    Raises UserError for too few answers, and for those of another target.
+    Raises UserError for a malformed log, too few answers, and those of another target.
     """
-    config = subject.config
-    logs = read_logs(resolve(path))
-    count = config.max_chats
-    chosen = (
-        [logs[index * len(logs) // count] for index in range(count)] if len(logs) > count else logs
-    )
-    samples = log_samples(
-        chosen,
-        subject.tokenizer,
-        config.benchmark.chat_template,
-        config.benchmark.render == "text",
-        subject.stop_token_ids,
-        subject.target_context,
-    )
-    if len(samples) < LEAST_PROMPTS:
-        raise UserError(
-            f"{path} has {len(samples)} answers of two tokens or more, expected {LEAST_PROMPTS} or "
-            f"more: errors come from the spread over answers."
-        )
-    refuse_foreign(subject, path, samples)
+    samples = read_answers(subject, path)
     accepted_P, tested_P = (np.asarray(column, dtype=float) for column in _counts(subject, samples))
     parts = [
         rate(Counts(accepted_P[part], tested_P[part]))
@@ -182,47 +176,6 @@ def measure_logs(subject: Subject, path: str) -> Measured:
     ]
     tokens = sum(int(one.mask.sum()) for one in samples)
     return Measured(rate(Counts(accepted_P, tested_P)), parts, len(samples), tokens)
-
-
-def refuse_foreign(subject: Subject, path: str, samples: Sequence[Sample]) -> None:
-    """Raise UserError for answers that the target cannot have written at this temperature.
-
-    A token sampled from p has -log p equal to the entropy of p in the mean; a greedy one is the
-    likeliest.
-    """
-    temperature = subject.config.temperature
-    sums, counts = np.transpose([_surprise(subject.model, one, temperature) for one in samples])
-    found = mean_by_prompt(sums, counts)
-    if not is_sure(found, MOST_FOREIGN if temperature else MOST_OTHER):
-        return
-    what = (
-        f"{found.value:.2f} nats a token less likely than what it samples at temperature "
-        f"{temperature:g}"
-        if temperature
-        else f"to {found.value:.0%} of other tokens than its likeliest, which it writes greedily"
-    )
-    raise UserError(
-        f"{path} holds answers that {subject.config.target.path} cannot have written: they are "
-        f"{what}. Set target.path to the target that wrote them, temperature= to that of its "
-        f"sampling, and benchmark.chat_template= to its template."
-    )
-
-
-@torch.no_grad()
-def _surprise(model: Any, sample: Sample, temperature: float) -> tuple[float, int]:
-    """Return the sum over an answer's tokens of how foreign they are, and their number.
-
-    That is -log p less the entropy of p in nats or, of greedy answers, 1 for each token that is not
-    the likeliest.
-    """
-    batch = collate([sample], [[0]], len(sample.ids), next(model.parameters()).device)
-    logits_NV = model.get_output_embeddings()(batch.at_supervised(hidden_states(model, batch)))
-    next_N = batch.at_supervised(batch.next_RT)
-    if not temperature:
-        return float((logits_NV.argmax(-1) != next_N).sum()), len(next_N)
-    log_p_NV = (logits_NV.float() / temperature).log_softmax(-1)
-    entropy_N = torch.special.entr(log_p_NV.exp()).sum(-1)
-    return float((-log_p_NV.gather(1, next_N[:, None])[:, 0] - entropy_N).sum()), len(next_N)
 
 
 def _figure(subject: Subject) -> str:

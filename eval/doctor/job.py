@@ -74,6 +74,11 @@ def check(config: DoctorConfig) -> None:
         ("least_drift", 0 < config.least_drift < 1, "more than 0 and less than 1"),
         ("drift_against", not config.drift_against or bool(config.drift), "empty without drift"),
         (
+            "drift_against_target",
+            not config.drift_against_target or bool(config.drift_against),
+            "empty without drift_against",
+        ),
+        (
             "max_new_tokens",
             config.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(config.max_new_tokens),
             "2 or more: one token leaves nothing to draft",

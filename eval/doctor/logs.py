@@ -1,167 +1,110 @@
-"""Logged answers of a served target: chats, pairs of prompt and answer, and OpenAI's responses.
-
-A record is a chat as in training (`conversations`, `messages` or Alpaca), whose last answer counts;
-a pair {"prompt", "answer"} (or `completion`, `response`, `output`); or what a client or proxy of an
-OpenAI-compatible server stores: `choices` of a response beside the `messages` or the `prompt` of
-its request, at the top or within {"request", "response"}, each also within "body" as in batches.
-"""
+"""Logged answers as samples of prompt and answer, and the refusal of those of another target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from decoding.errors import UserError
-from training.data.chat import Encoded, render_batch, render_text
-from training.data.counts import BadRecordError, Counts
-from training.data.packing import Sample
-from training.data.readers import CHAT_KEYS, MAX_BAD, parse_chat
-from training.data.records import find_files, read_records
+from decoding.models.folder import read_config
+from eval.doctor.estimates import is_sure, mean_by_prompt
+from eval.doctor.subject import LEAST_PROMPTS, Subject
+from eval.logged.entries import Entry, Log
+from eval.logged.reading import read_log
+from eval.logged.texts import LoggedText, Reader
+from eval.measure.benchmarks import spread
+from training.data.packing import Sample, collate
+from training.objectives import hidden_states
 
-ANSWERS = ("answer", "completion", "response", "output")
-EXPECTED = (
-    "chats that end with an answer, objects with prompt and answer, or requests with the choices "
-    "of their response"
-)
-
-
-@dataclass(frozen=True)
-class LoggedAnswer:
-    """An answer, with the messages before it."""
-
-    messages: list[dict[str, str]]  # {"role", "content"}, the answer last
-    ended: bool  # whether the target is known to have ended it
-    place: str  # "file:line"
+MOST_FOREIGN = 0.1  # nats a token, as for the answers of a training (probes/learning.py)
+MOST_OTHER = 0.05  # share of greedy tokens that are not the target's likeliest: near ties are fewer
 
 
-def read_logs(path: Path) -> list[LoggedAnswer]:
-    """Read the answers of a JSON Lines file, a JSON array, or a folder of them, in their order.
+def read_answers(subject: Subject, path: str) -> list[Sample]:
+    """Return at most max_chats answers from all over a log, in its order.
 
-    Bad records are counted and reported. Raises UserError for a missing or empty file, and if more
-    than one in a hundred records is bad.
+    Each sample is a prompt and its answer, of which the answer alone is supervised. Answers with
+    fewer than two tokens within the target's context are left out. Raises UserError for a malformed
+    log, too few answers, and those of another target or temperature.
     """
-    counts, found = Counts(), []
-    for file in find_files(path, (".jsonl", ".json")):
-        for place, record in read_records(file):
-            try:
-                found.append(_parse(record, place))
-            except BadRecordError as reason:
-                counts.skip(str(reason), place)
-            else:
-                counts.used += 1
-    if not counts.read:
-        raise UserError(f"{path} holds no records, expected {EXPECTED}.")
-    counts.check("logs", EXPECTED, MAX_BAD)
-    return found
-
-
-def _parse(record: Any, place: str) -> LoggedAnswer:
-    """Return the answer in a record. Raises BadRecordError for an invalid one."""
-    if isinstance(record, BadRecordError):
-        raise record
-    if not isinstance(record, dict):
-        raise BadRecordError("found no JSON object")
-    request = {**record, **_inner(record, "request")}
-    response = {**record, **_inner(record, "response")}
-    ended = False
-    text = next((record[key] for key in ANSWERS if isinstance(record.get(key), str)), None)
-    if isinstance(response.get("choices"), list):
-        text, ended = _choice(response["choices"])
-    elif "instruction" in record or (text is None and any(key in record for key in CHAT_KEYS)):
-        messages = parse_chat(record, place).messages
-        if messages[-1]["role"] != "assistant" or len(messages) < 2:
-            raise BadRecordError("the chat does not end with an answer")
-        return LoggedAnswer(messages, False, place)
-    if not isinstance(text, str) or not text:
-        raise BadRecordError(f"no answer (choices, {', '.join(ANSWERS)})")
-    turns = request.get("messages")
-    if turns is None and isinstance(request.get("prompt"), str):
-        turns = [{"role": "user", "content": request["prompt"]}]
-    if not isinstance(turns, list):
-        raise BadRecordError("no request (messages or prompt)")
-    turns = [*map(_plain, turns), {"role": "assistant", "content": text}]
-    return LoggedAnswer(parse_chat({"messages": turns}, place).messages, ended, place)
-
-
-def _inner(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the object under a key, or in its body; empty if there is none."""
-    found = record.get(key)
-    if isinstance(found, dict) and isinstance(found.get("body"), dict):
-        found = found["body"]
-    return found if isinstance(found, dict) else {}
-
-
-def _choice(choices: list[Any]) -> tuple[Any, bool]:
-    """Return the text of a response's first choice, and whether a stop token ended it."""
-    first = choices[0] if choices and isinstance(choices[0], dict) else {}
-    message = first.get("message")
-    text = message.get("content") if isinstance(message, dict) else first.get("text")
-    return text, first.get("finish_reason") == "stop"
-
-
-def _plain(turn: Any) -> Any:
-    """Return a message whose list of text parts is one string."""
-    parts = turn.get("content") if isinstance(turn, dict) else None
-    if not isinstance(parts, list):
-        return turn
-    found = [part.get("text") for part in parts if isinstance(part, dict)]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) != len(parts):
-        raise BadRecordError("a message has parts other than text")
-    return {**turn, "content": "".join(texts)}
-
-
-def log_samples(
-    logs: Sequence[LoggedAnswer],
-    tokenizer: Any,
-    template: str,
-    as_text: bool,
-    stops: Sequence[int],
-    max_length: int,
-) -> list[Sample]:
-    """Return the answers as samples of prompt and answer, of which the answer alone is supervised.
-
-    The end token counts only if the target is known to have ended the answer. as_text: prompts are
-    not rendered. Answers with fewer than two tokens within `max_length` are left out. Raises
-    UserError, with the first reason, if the template rejects more than one in a hundred.
-    """
-    if as_text:
-        made = [_text_sample(log, tokenizer, max_length) for log in logs]
-        return [sample for sample in made if sample is not None]
-    samples: list[Sample] = []
-    counts = Counts()
-    rendered = render_batch(tokenizer, [log.messages for log in logs], template=template)
-    for log, one in zip(logs, rendered, strict=True):
-        if isinstance(one, UserError):
-            counts.skip(str(one), log.place)
-            continue
-        counts.used += 1
-        if (sample := _chat_sample(one, log.ended, stops, max_length)) is not None:
-            samples.append(sample)
-    counts.check("logs", "turns that the chat template accepts", MAX_BAD)
+    config = subject.config
+    log = read_log(path)
+    reader = Reader(
+        log,
+        dataclasses.replace(log.benchmark or config.benchmark, turns="all"),
+        subject.tokenizer,
+        int(read_config(subject.target_folder)["vocab_size"]),
+        subject.stop_token_ids,
+    )
+    chosen, _ = spread(_at_temperature(log, path, config.temperature), config.max_chats)
+    samples = [_sample(text, subject.target_context) for text in reader.read(entries=chosen).texts]
+    samples = [one for one in samples if int(one.mask.sum()) >= 2]
+    if len(samples) < LEAST_PROMPTS:
+        raise UserError(
+            f"{path} has {len(samples)} answers of two tokens or more, expected {LEAST_PROMPTS} or "
+            f"more: errors come from the spread over answers."
+        )
+    _refuse_foreign(subject, path, samples)
     return samples
 
 
-def _chat_sample(one: Encoded, ended: bool, stops: Sequence[int], max_length: int) -> Sample | None:
-    first, after = one.ranges[-1]
-    while not ended and after > first and int(one.ids[after - 1]) in stops:
-        after -= 1
-    return _sample(one.ids[:after], first, max_length)
+def _at_temperature(log: Log, path: str, temperature: float) -> list[Entry]:
+    """Return the answers that were sampled at a temperature, or at one that is not logged."""
+    found = [one for one in log.entries if one.temperature in (None, temperature)]
+    if not found:
+        others = sorted({one.temperature for one in log.entries if one.temperature is not None})
+        raise UserError(
+            f"{path} holds answers at temperature {', '.join(f'{one:g}' for one in others)}, and "
+            f"temperature is {temperature:g}. Set temperature= to that of the answers to examine."
+        )
+    return found
 
 
-def _text_sample(log: LoggedAnswer, tokenizer: Any, max_length: int) -> Sample | None:
-    *before, answer = log.messages
-    prompt = render_text(tokenizer, "\n\n".join(one["content"] for one in before))
-    ids = tokenizer(answer["content"], add_special_tokens=False, verbose=False)["input_ids"]
-    return _sample(np.asarray([*prompt, *ids]), len(prompt), max_length)
+def _sample(text: LoggedText, max_length: int) -> Sample:
+    ids = np.asarray(text.ids[:max_length], dtype=np.int32)
+    return Sample(ids, np.arange(len(ids)) >= len(text.prompt))
 
 
-def _sample(ids: np.ndarray, first: int, max_length: int) -> Sample | None:
-    ids = np.asarray(ids[:max_length], dtype=np.int32)
-    if len(ids) - first < 2 or not first:
-        return None
-    return Sample(ids, np.arange(len(ids)) >= first)
+def _refuse_foreign(subject: Subject, path: str, samples: Sequence[Sample]) -> None:
+    """Raise UserError for answers that the target cannot have written at this temperature.
+
+    A token sampled from p has -log p equal to the entropy of p in the mean; a greedy one is the
+    likeliest.
+    """
+    temperature = subject.config.temperature
+    sums, counts = np.transpose([_surprise(subject.model, one, temperature) for one in samples])
+    found = mean_by_prompt(sums, counts)
+    if not is_sure(found, MOST_FOREIGN if temperature else MOST_OTHER):
+        return
+    what = (
+        f"{found.value:.2f} nats a token less likely than what it samples at temperature "
+        f"{temperature:g}"
+        if temperature
+        else f"to {found.value:.0%} of other tokens than its likeliest, which it writes greedily"
+    )
+    raise UserError(
+        f"{path} holds answers that {subject.config.target.path} cannot have written: they are "
+        f"{what}. Set target.path (drift_against_target for older logs) to the target that wrote "
+        f"them, temperature= to that of its sampling, and benchmark.chat_template= to its template."
+    )
+
+
+@torch.no_grad()
+def _surprise(model: Any, sample: Sample, temperature: float) -> tuple[float, int]:
+    """Return the sum over an answer's tokens of how foreign they are, and their number.
+
+    That is -log p less the entropy of p in nats or, of greedy answers, 1 for each token that is not
+    the likeliest.
+    """
+    batch = collate([sample], [[0]], len(sample.ids), next(model.parameters()).device)
+    logits_NV = model.get_output_embeddings()(batch.at_supervised(hidden_states(model, batch)))
+    next_N = batch.at_supervised(batch.next_RT)
+    if not temperature:
+        return float((logits_NV.argmax(-1) != next_N).sum()), len(next_N)
+    log_p_NV = (logits_NV.float() / temperature).log_softmax(-1)
+    entropy_N = torch.special.entr(log_p_NV.exp()).sum(-1)
+    return float((-log_p_NV.gather(1, next_N[:, None])[:, 0] - entropy_N).sum()), len(next_N)

@@ -7,6 +7,8 @@ An object is one of these, and a file holds one kind:
     {"prompt_token_ids", "outputs": [{"token_ids", "text"}]}        a RequestOutput of vLLM
     {"choices": [{"message" or "text", "token_ids"}]}               a response of OpenAI's API
     {"request", "response"}, or {"custom_id", "response": {"body"}} with its request, or in a batch
+
+A response may have the `messages` or the `prompt` of its request beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from training.data.counts import BadRecordError
 from training.data.records import read_records
 
 OUTPUT_IDS = ("token_ids", "output_token_ids", "tokens")
-OUTPUT_TEXTS = ("output", "answer", "completion", "generated_text")
+OUTPUT_TEXTS = ("output", "answer", "completion", "response", "generated_text")
 PROMPT_IDS = "prompt_token_ids"
 ID_KEYS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
@@ -58,8 +60,8 @@ def entries_in(
     requests: custom_id -> body of the request. Raises UserError for an object of no known form, and
     NoOutputError for the response of a failed request.
     """
-    if "response" in record or "choices" in record:
-        answers = _first_choice(record, place) if "response" not in record else {}
+    if _has_response(record) or "choices" in record:
+        answers = {} if _has_response(record) else _first_choice(record, place)
         if "turns" in answers:  # FastChat's form of model answers
             return _answers({**record, "turns": answers["turns"]}, place)
         return [_response(record, place, requests)]
@@ -86,6 +88,11 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
     if not found:
         raise UserError(f'{path} holds no requests, expected objects {{"custom_id", "body"}}.')
     return found
+
+
+def _has_response(record: Mapping[str, Any]) -> bool:
+    """Return whether a record holds a response of the API, and not its text alone."""
+    return "response" in record and not isinstance(record["response"], str)
 
 
 def _id_of(record: Mapping[str, Any]) -> str:
@@ -158,7 +165,7 @@ def _response(
     record: dict[str, Any], place: str, requests: Mapping[str, Mapping[str, Any]]
 ) -> Entry:
     body, name, request = record, "", record.get("request")
-    if "response" in record:
+    if _has_response(record):
         response = record["response"]
         if response is None or record.get("error"):
             raise NoOutputError("failed request")
@@ -172,6 +179,7 @@ def _response(
         if requests and name not in requests:
             raise wrong(place, f"a response to {name!r:.60}", "one of the requests in requests=")
         request = request or requests.get(name)
+    request = request or record  # a proxy may store both in one object
     if isinstance(request, dict) and isinstance(request.get("body"), dict):
         request = request["body"]
     if body.get("object") == "chat.completion.chunk":

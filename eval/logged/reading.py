@@ -84,7 +84,7 @@ def _read_json(path: Path, requests: str) -> Log:
 
 def _is_chat(record: dict[str, Any]) -> bool:
     """Return whether a record is a chat, and not a pair of messages and an output."""
-    apart = (*OUTPUT_IDS, *OUTPUT_TEXTS, "response", "choices")
+    apart = (*OUTPUT_IDS, *OUTPUT_TEXTS, "choices")
     is_alpaca = "instruction" in record
     return any(key in record for key in CHAT_KEYS) and (
         is_alpaca or not any(key in record for key in apart)

@@ -78,14 +78,16 @@ class Reader:
         self.prompts = PromptSource(chosen, tokenizer, log.entries, self._decode)
         self.template = chosen.chat_template
 
-    def read(self, limit: int = 0) -> LoggedTexts:
+    def read(self, limit: int = 0, entries: Sequence[Entry] | None = None) -> LoggedTexts:
         """Return the texts of the log's first `limit` outputs, of all for 0.
 
-        Raises UserError for outputs of prompts that the prompt file lacks, for ids outside of the
-        vocabulary, for counts and texts that do not fit, and if no output is left.
+        entries: those of the log to read; None: those that the settings select. Raises UserError
+        for outputs of prompts that the prompt file lacks, for ids outside of the vocabulary, for
+        counts and texts that do not fit, and if no output is left.
         """
         texts, cut, empty = list[LoggedText](), list[str](), list[str]()
-        entries = self.prompts.chosen(self.log.entries)
+        if entries is None:
+            entries = self.prompts.chosen(self.log.entries)
         entries = entries[:limit] if limit else entries
         for entry in entries:
             prompt, tokens = self._tokens(entry)

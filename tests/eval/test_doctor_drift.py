@@ -26,7 +26,7 @@ from eval.doctor.drift import (
     measure_logs,
 )
 from eval.doctor.job import run
-from eval.doctor.logs import log_samples, read_logs
+from eval.doctor.logs import read_answers
 from eval.doctor.subject import Subject
 from jobs.config import TargetConfig
 from tests.support import planted, tiny_folders
@@ -137,6 +137,18 @@ def test_sampled_logs_are_compared_at_their_temperature(
         drift(tmp_path, before, drafter)
 
 
+def test_older_logs_are_read_with_the_target_that_wrote_them(
+    tmp_path: Path, tuned: Path, sampled: tuple[Path, Path]
+) -> None:
+    before, after = sampled
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    given: dict[str, Any] = {"temperature": 1.0, "drift_against": str(before)}
+    found = drift(tmp_path, after, drafter, tuned, drift_against_target=str(TARGET), **given)
+    assert found.verdict == RETARGET
+    with pytest.raises(UserError, match="drift_against_target for older logs"):
+        drift(tmp_path, after, drafter, tuned, **given)
+
+
 def test_logs_of_another_target_are_refused(tmp_path: Path, sampled: tuple[Path, Path]) -> None:
     drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
     planted.write_card(drafter, TARGET, {"greedy_acceptance": 0.9})
@@ -190,77 +202,62 @@ def test_the_job_writes_its_result_once(tmp_path: Path, capsys: pytest.CaptureFi
 
 # ------------------------------------------------------------------------------------------- logs
 
-ANSWERED = {"role": "assistant", "content": "kit map."}
 ASKED = [{"role": "user", "content": "what is fox?"}]
-FORMATS: dict[str, dict[str, Any]] = {
-    "messages": {"messages": [*ASKED, ANSWERED]},
-    "ShareGPT": {
-        "conversations": [
-            {"from": "human", "value": "what is fox?"},
-            {"from": "gpt", "value": "kit map."},
-        ]
-    },
-    "pair": {"prompt": "what is fox?", "answer": "kit map."},
-    "text of a response": {"messages": ASKED, "response": "kit map."},
-    "Alpaca": {"instruction": "what is fox?", "output": "kit map."},
-    "response": {"messages": ASKED, "choices": [{"message": ANSWERED, "finish_reason": "length"}]},
-    "request and response": {
-        "request": {"messages": ASKED},
-        "response": {"choices": [{"message": ANSWERED}]},
-    },
-    "batch": {
-        "request": {"body": {"messages": ASKED}},
-        "response": {"status_code": 200, "body": {"choices": [{"message": ANSWERED}]}},
-    },
-    "completions": {"prompt": "what is fox?", "choices": [{"text": "kit map."}]},
-    "parts": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "what is fox?"}]}],
-        "choices": [{"message": ANSWERED}],
-    },
-}
 
 
-def samples(path: Path, as_text: bool = False) -> list[Any]:
-    words = tiny_folders.tokenizer()
-    words.chat_template = planted.TEMPLATE
-    return log_samples(read_logs(path), words, "auto", as_text, (words.eos_token_id,), 96)
+def response(text: str = "kit map.", **request: Any) -> dict[str, Any]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    return {"request": {"messages": ASKED, **request}, "response": {"choices": [choice]}}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_form_of_a_log_is_read_alike(name: str, tmp_path: Path) -> None:
-    (found,) = samples(write_lines(tmp_path / "log.jsonl", [FORMATS[name]]))
-    words = tiny_folders.tokenizer()
-    assert words.decode(found.ids[found.mask]) == "kit map."
-    assert words.decode(found.ids[~found.mask]) == "<u>what is fox?<a>"
+def test_logs_of_requests_are_read_at_their_temperature(tmp_path: Path) -> None:
+    before = logged(tmp_path / "logs.json")
+    drafter = drafter_of(tmp_path, before)
+    records = []
+    for chat in json.loads(before.read_text()):
+        asked, answered = (turn["content"] for turn in chat["messages"])
+        record = response(answered, temperature=0.0)
+        record["request"]["messages"] = [{"role": "user", "content": asked}]
+        # a sampled answer beside each greedy one, which the target would never write greedily
+        records += [record, response("fox fox fox fox", temperature=0.7)]
+    mixed = write_lines(tmp_path / "mixed.jsonl", records)
+    same, found = drift(tmp_path, before, drafter), drift(tmp_path, mixed, drafter)
+    assert found.now == same.now
+    hot = write_lines(tmp_path / "hot.jsonl", records[1::2])
+    with pytest.raises(UserError, match=r"holds answers at temperature 0.7, and temperature is 0"):
+        drift(tmp_path, hot, drafter)
 
 
-def test_an_end_counts_if_the_target_is_known_to_have_ended_the_answer(tmp_path: Path) -> None:
-    ended = {"messages": ASKED, "choices": [{"message": ANSWERED, "finish_reason": "stop"}]}
-    (found,) = samples(write_lines(tmp_path / "log.jsonl", [ended]))
-    assert found.ids[-1] == tiny_folders.tokenizer().eos_token_id and found.mask[-1]
-    earlier = {"messages": [*ASKED, ANSWERED, *ASKED, ANSWERED]}
-    (found,) = samples(write_lines(tmp_path / "log.jsonl", [earlier]))
-    assert int(np.count_nonzero(found.mask)) == len("kit map.")  # the last answer alone
+def test_answers_are_taken_from_all_over_the_log(tmp_path: Path) -> None:
+    logs = logged(tmp_path / "logs.json", pairs=planted.shuffled())
+    drafter = drafter_of(tmp_path, logs)
 
+    def answers(count: int) -> list[list[int]]:
+        subject = Subject(config(tmp_path, logs, drafter, max_chats=count))
+        return [one.ids.tolist() for one in read_answers(subject, str(logs))]
 
-def test_prompts_of_base_models_are_not_rendered(tmp_path: Path) -> None:
-    (found,) = samples(write_lines(tmp_path / "log.jsonl", [FORMATS["completions"]]), as_text=True)
-    assert tiny_folders.tokenizer().decode(found.ids) == "what is fox?kit map."
+    every = answers(len(planted.PAIRS))
+    places = [every.index(ids) for ids in answers(8)]
+    assert len(every) == len(planted.PAIRS) and len(places) == 8 and places == sorted(places)
+    assert places[0] <= len(every) / 8 and places[-1] >= len(every) * 7 // 8
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "what?"}, "no answer"),
-        ({"answer": "yes"}, "no request"),
-        ({"messages": ASKED}, "does not end with an answer"),
-        ({"messages": ASKED, "choices": []}, "no answer"),
-        ([1], "found no JSON object"),
+        ({"prompt": "what?"}, "log.jsonl:1: found the keys prompt"),
+        ({"answer": "yes"}, "log.jsonl:1: the log holds no prompts"),
+        ({"messages": ASKED, "choices": []}, "expected a list of choices"),
+        ([1], "found a list"),
+        ({"prompt": "a", "token_ids": [5000]}, "found token 5000"),
     ],
 )
 def test_bad_logs_are_named(record: Any, message: str, tmp_path: Path) -> None:
+    drafter = planted.write_drafter(tmp_path / "drafter", TARGET, planted.noisy(TARGET, 0.02))
+    planted.write_card(drafter, TARGET, {"greedy_acceptance": 0.9})
+    logs = write_lines(tmp_path / "log.jsonl", [record])
     with pytest.raises(UserError, match=message):
-        read_logs(write_lines(tmp_path / "log.jsonl", [record]))
+        drift(tmp_path, logs, drafter, benchmark=BenchmarkConfig(path=""))
 
 
 def test_too_few_logs_and_no_file_are_errors(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ ALONE: dict[str, Any] = {
         "outputs": [{"text": "Hello there", "token_ids": HELLO}],
     },
     "request and response": {"request": REQUEST, "response": chat_body()},
+    "response beside its request": {**REQUEST, **chat_body()},
+    "text of a response": {"prompt": "Hi?", "response": "Hello there"},
+    "parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}],
+        "choices": chat_body()["choices"],
+    },
     "response with ids": chat_body(
         prompt_token_ids=PROMPT, usage={"prompt_tokens": len(PROMPT), "completion_tokens": 11}
     ),

@@ -82,7 +82,7 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 def iterate_chats(paths: Paths, counts: Counts) -> Iterator[Chat]:
     """Yield the chats of `read_chats` one by one and count them; the caller checks the counts."""
     files = find_files(paths, (".json", ".jsonl", *TABLES))
-    for chat in _parse(files, parse_chat, CHATS_EXPECTED, counts):
+    for chat in _parse(files, _parse_chat, CHATS_EXPECTED, counts):
         roles = [message["role"] for message in chat.messages]
         first = next((place for place, role in enumerate(roles) if role != "system"), 0)
         if "user" in roles and first < roles.index("user"):
@@ -208,7 +208,7 @@ def _parse(
             raise UserError(f"{file} holds no records; expected {expected}")
 
 
-def parse_chat(record: dict[str, Any], place: str) -> Chat:
+def _parse_chat(record: dict[str, Any], place: str) -> Chat:
     """Return the chat in a record of any format. Raises BadRecordError for an invalid one."""
     if "instruction" in record:
         record = {**record, "conversations": _alpaca_turns(record)}
@@ -242,7 +242,7 @@ def _alpaca_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _parse_prompt(record: dict[str, Any], place: str) -> Prompt:
     """Return the prompt in an evaluation record, or the part of a chat before its first answer."""
     if "turns" not in record and any(key in record for key in CHAT_KEYS):
-        chat = parse_chat(record, place)
+        chat = _parse_chat(record, place)
         category = _check_text(str(record.get("category", "chat")))
         return Prompt(chat.id, category, [_first_request(chat)])
     key = next((key for key in TURN_KEYS if key in record), None)
