@@ -51,6 +51,10 @@ PLAIN = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
+# initializations that leave the base's weights alone; PiSSA, OLoRA, CorDA and LoftQ train B A on a
+# base that they changed
+KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+INSTEAD = "Merge this adapter with PEFT (merge_and_unload), and use the folder that it saves."
 
 
 class Adapter(NamedTuple):
@@ -80,9 +84,14 @@ def read_adapter(folder: Path) -> Adapter:
         found = config.get(key, expected)
         if found != expected and found:
             raise UserError(
-                f"{folder / CONFIG}: {key} is {found!r}, expected {expected!r}. Merge this adapter "
-                f"with PEFT (merge_and_unload), and use the folder that it saves."
+                f"{folder / CONFIG}: {key} is {found!r}, expected {expected!r}. {INSTEAD}"
             )
+    start = config.get("init_lora_weights")
+    if start not in KEEP_BASE:
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights is {start!r}, which changes the base, expected "
+            f"true or another start that does not. {INSTEAD}"
+        )
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError(f"{folder / CONFIG}: lora_alpha is {alpha!r}, expected a number.")
@@ -94,8 +103,7 @@ def read_adapter(folder: Path) -> Adapter:
             factors.setdefault(match["layer"], {})[match["side"]] = tensor
         elif "lora_" in name:
             raise UserError(
-                f"{folder / WEIGHTS}: tensor '{stored}' is no factor of a linear layer. Merge this "
-                f"adapter with PEFT (merge_and_unload), and use the folder that it saves."
+                f"{folder / WEIGHTS}: tensor '{stored}' is no factor of a linear layer. {INSTEAD}"
             )
         else:
             whole[re.sub(r"\.modules_to_save(\.default)?", "", name)] = tensor

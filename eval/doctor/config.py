@@ -40,8 +40,8 @@ class DoctorConfig(JobConfig):
     # run folder of eval.run engine=[ours,ENGINE] with this drafter, to compare the engine's
     # acceptance with ours; empty: engines are not compared
     engine_run: str = ""
-    # logged answers of the target in serving, in any form that eval.replay reads: report whether the
-    # acceptance on them has fallen, instead of examining new answers; empty: examine the drafter
+    # logged answers of the target in serving, in any form that eval.replay reads: report whether
+    # acceptance has fallen on them, instead of examining new answers; empty: examine the drafter
     drift: str = ""
     # older logs to compare with; empty: compare with the held-out acceptance on the drafter's card
     drift_against: str = ""

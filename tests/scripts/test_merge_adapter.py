@@ -132,6 +132,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
         ({"use_dora": True}, "use_dora is True"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base"),
         ({"lora_alpha": None}, "lora_alpha is None, expected a number"),
     ],
 )
