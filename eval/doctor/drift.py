@@ -235,7 +235,7 @@ def describe(found: Drift, config: DoctorConfig) -> str:
         [
             f"acceptance {now.acceptance} on {now.answers} logged answers ({now.tokens:,} tokens)",
             f"  in the order of the log: {parts}",
-            f"recorded   {found.reference} ({found.source})",
+            f"reference  {found.reference} ({found.source})",
             f"fall       {found.fall}; a round of {gamma} drafted tokens emits {tokens[1]:.2f} "
             f"instead of {tokens[0]:.2f} tokens",
             advice[found.verdict],
