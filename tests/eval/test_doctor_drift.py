@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from decoding.errors import UserError
@@ -248,7 +247,7 @@ def test_answers_are_taken_from_all_over_the_log(tmp_path: Path) -> None:
         ({"prompt": "what?"}, "log.jsonl:1: found the keys prompt"),
         ({"answer": "yes"}, "log.jsonl:1: the log holds no prompts"),
         ({"messages": ASKED, "choices": []}, "expected a list of choices"),
-        ([1], "found a list"),
+        ([1], "log.jsonl:1: found a number, expected an object"),
         ({"prompt": "a", "token_ids": [5000]}, "found token 5000"),
     ],
 )
