@@ -14,7 +14,8 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from eval.config import AnalyzeConfig
-from eval.logged.published import read_totals
+from eval.logged.entries import read_text
+from eval.logged.published import TOTALS_EXPECTED, read_totals
 from eval.logged.records import RECORDS, records_of
 from eval.logged.rows import ReplayedOutput
 from eval.logged.traces import PromptRounds, published_average, rounds_of_totals, rounds_of_trace
@@ -72,14 +73,16 @@ def read(path: Path, num_draft_tokens: int = 0) -> list[Analyzed]:
     Raises UserError, with the line, for damaged and malformed files.
     """
     folder = path if path.is_dir() else path.parent
-    if (path.is_dir() and (path / OUTPUTS).is_file()) or path.name == OUTPUTS:
+    if path.name == OUTPUTS or (path.is_dir() and (path / OUTPUTS).is_file()):
         return _of_replay(folder / OUTPUTS)
-    if path.is_dir() or path.name == RECORDS:
+    if path.name == RECORDS or (path.is_dir() and (path / RECORDS).is_file()):
         return _of_run(folder)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text ({error}).") from error
+    if path.is_dir():
+        raise UserError(
+            f"{path} holds neither {OUTPUTS} nor {RECORDS}, expected a finished run of "
+            f"eval.replay, a run of eval.run, or an output file in the published format."
+        )
+    content = read_text(path, TOTALS_EXPECTED)
     outputs = rounds_of_totals(path, read_totals(path, content), num_draft_tokens)
     return [Analyzed(path.name, num_draft_tokens, outputs)]
 

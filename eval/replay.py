@@ -19,7 +19,8 @@ import torch
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.models.folder import read_config
+from decoding.models.folder import is_gguf, read_config
+from decoding.models.hub import name_of
 from decoding.models.load import AUTO
 from decoding.models.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from decoding.stopping.policies import NAMES
@@ -64,10 +65,11 @@ def run(cfg: ReplayConfig) -> Path:
             f"{folder.path} is finished; nothing is replayed again. Delete it, or set another "
             f"output_dir=, to replay again."
         )
-        rows, notes = read_rows(rows_file), []
+        rows, warnings = read_rows(rows_file), []
     else:
-        rows, notes = _replay(cfg, folder)
-    print_tables([replay_table(rows)], [], [*notes, claim(rows[0])], text.REPLAY_LEGEND, None)
+        rows, warnings = _replay(cfg, folder)
+    notes = [*warnings, *claims(rows[0])]
+    print_tables([replay_table(rows)], [], notes, text.REPLAY_LEGEND, None)
     print(f"\nrows: {rows_file}\nrounds of every output: {outputs_file}")
     return folder.path
 
@@ -95,7 +97,7 @@ def check(cfg: ReplayConfig) -> None:
 
 
 def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list[str]]:
-    """Replay all drafters and write all files; return the rows and notes on the log."""
+    """Replay all drafters and write all files; return the rows, and notes on what was read."""
     mappings, uses = describe_drafters(cfg)
     logged, vocab_size, stops = read_texts(cfg)
     drafters = drafter_list.build(mappings, uses, resolve_model(cfg.target.path, weights=False))
@@ -104,7 +106,7 @@ def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list
     inputs = _inputs(cfg, mappings)
     folder.write_manifest(inputs, {}, finished=False)
     shared = _shared(cfg)
-    shared["temperature"] = logged.temperature
+    shared |= {"temperature": logged.temperature, "tokenized": logged.tokenized}
     rows: list[ReplayRow] = []
     outputs: list[ReplayedOutput] = []
     for name, drafter in drafters.items():
@@ -127,7 +129,7 @@ def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list
     write_text(folder.path / ROWS, _lines(rows))
     metrics = {f"{row.drafter}, gamma {row.num_draft_tokens}": row.tau for row in rows}
     folder.write_manifest(inputs, {"tau": metrics}, finished=True)
-    return rows, [*logged.warnings, *describe(logged)]
+    return rows, describe(logged)
 
 
 def describe_drafters(
@@ -153,7 +155,7 @@ def describe_drafters(
 def read_texts(cfg: ReplayConfig) -> tuple[LoggedTexts, int, tuple[int, ...]]:
     """Return the log's texts, the size of the target's vocabulary and its stop tokens."""
     folder = resolve_model(cfg.target.path, weights=False)
-    is_model = (folder / "config.json").is_file()
+    is_model = is_gguf(folder) or (folder / "config.json").is_file()
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code, of_model=is_model)
     vocab_size = int(read_config(folder)["vocab_size"]) if is_model else len(tokenizer)
     stops = stop_tokens(folder, tokenizer)
@@ -163,29 +165,29 @@ def read_texts(cfg: ReplayConfig) -> tuple[LoggedTexts, int, tuple[int, ...]]:
 
 
 def describe(logged: LoggedTexts) -> list[str]:
-    """Return notes on what the log holds and what was left out."""
-    found = [f"{note}." for note in logged.notes]
-    if logged.tokenized:
-        found.append(
-            f"{logged.tokenized} of {len(logged.texts)} outputs are text, tokenized here: the "
-            f"target may have written other tokens of the same text, and its stop token is not "
-            f"replayed."
-        )
-    return found
+    """Return warnings about the log, and notes on what was left out."""
+    return [*logged.warnings, *(f"{note}." for note in logged.notes)]
 
 
-def claim(row: ReplayRow) -> str:
-    """Return the sentence on what the figures are."""
+def claims(row: ReplayRow) -> list[str]:
+    """Return sentences on what the figures are."""
     if row.temperature:
-        return (
+        found = [
             f"The log was sampled at temperature {row.temperature:g}: the rounds are those of "
             f"greedy drafts that are verified against this sample (coupled or point-mass rules)."
+        ]
+    else:
+        greedy = "" if row.temperature is not None else ", if it is greedy, which it does not state"
+        found = [
+            f"Exact for the tokens of the log{greedy}: the rounds are those of greedy speculative "
+            f"decoding with the target that wrote them."
+        ]
+    if row.tokenized:
+        found.append(
+            f"{row.tokenized} of {row.outputs} outputs are text, tokenized here: the target may "
+            f"have written other tokens of the same text, and its stop token is not replayed."
         )
-    unknown = "" if row.temperature is not None else ", if the log is greedy, which it does not say"
-    return (
-        f"Exact: the rounds are those of greedy speculative decoding with the target that wrote "
-        f"these tokens{unknown}."
-    )
+    return found
 
 
 def read_rows(path: Path) -> list[ReplayRow]:
@@ -212,11 +214,13 @@ def _write_totals(folder: Path, name: str, done: Replay) -> None:
 
 
 def _shared(cfg: ReplayConfig) -> dict[str, Any]:
-    """Return the fields that all rows share, but the temperature."""
+    """Return the fields that all rows share, except those of the log's content."""
     device, machine = device_of(cfg.target.device), hardware()
+    embedded = cfg.target.path.startswith(EMBEDDED)
+    folder = resolve_model(cfg.target.path, weights=False)
     return {
         "log": Path(cfg.log).name,
-        "target": cfg.target.path.replace(":", " "),
+        "target": cfg.target.path.replace(":", " ") if embedded else name_of(folder),
         "benchmark": cfg.benchmark.name or Path(cfg.benchmark.path or cfg.log).stem,
         "dtype": cfg.target.dtype,
         "threads": torch.get_num_threads(),
@@ -228,7 +232,8 @@ def _shared(cfg: ReplayConfig) -> dict[str, Any]:
 def _inputs(cfg: ReplayConfig, mappings: dict[str, dict[str, Any]]) -> list[Path]:
     log, target = resolve(cfg.log), resolve_model(cfg.target.path, weights=False)
     files = [log / RECORDS if log.is_dir() else log]
-    files += [target / name for name in TOKENIZER_FILES if (target / name).is_file()]
+    tokenizers = [target] if is_gguf(target) else [target / name for name in TOKENIZER_FILES]
+    files += [file for file in tokenizers if file.is_file()]
     files += [resolve(one) for one in (cfg.benchmark.path, cfg.requests) if one]
     return files + [Path(one["folder"]) for one in mappings.values() if "folder" in one]
 
@@ -240,7 +245,7 @@ def _print_plan(cfg: ReplayConfig) -> None:
             describe_drafters(cfg)
         logged, _, _ = read_texts(cfg)
         print(f"log: {len(logged.texts)} outputs, {logged.tokens:,} tokens ({logged.kind})")
-        print("\n".join([*logged.warnings, *describe(logged)]))
+        print("".join(f"{note}\n" for note in describe(logged)), end="")
     names = [
         one.get("name", one.get("use")) if isinstance(one, dict) else one for one in cfg.drafters
     ]

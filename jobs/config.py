@@ -52,8 +52,8 @@ class JobConfig:
 class TargetConfig:
     """Target, which stays exact in decoding and frozen in training."""
 
-    # model folder in Hugging Face form, a GGUF file (eval.run, recurrent_drafting.generate,
-    # distill.regenerate), or a name on the Hub: OWNER/NAME or OWNER/NAME@REVISION
+    # model folder in Hugging Face form, a GGUF file (eval.run, eval.replay, distill.regenerate,
+    # recurrent_drafting.generate), or a name on the Hub: OWNER/NAME or OWNER/NAME@REVISION
     path: str = MISSING
     # its published config.json (conf/target), for a dry run where `path` does not exist
     config: dict[str, Any] = field(default_factory=dict)

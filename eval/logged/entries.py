@@ -1,9 +1,10 @@
-"""Outputs as a log holds them, before they are tokenized, and the error that names their place."""
+"""Outputs as a log holds them, before they are tokenized, and the errors that name their place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
@@ -56,6 +57,19 @@ class Log:
 def wrong(place: str, found: str, expected: str) -> UserError:
     """Return the error for a malformed place of a log."""
     return UserError(f"{place}: found {found}, expected {expected}.")
+
+
+def read_text(path: Path, expected: str) -> str:
+    """Return the text of a file. Raises UserError, with the line, for bytes that are not UTF-8."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from error
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise wrong(f"{path}:{line}", "bytes that are not UTF-8", expected) from error
 
 
 def ids_of(value: Any, place: str, key: str) -> list[int]:

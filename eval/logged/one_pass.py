@@ -97,12 +97,13 @@ class FirstDrafts:
 def follows_in_one_pass(drafter: Any) -> bool:
     """Return whether `drafts_of` knows the drafter: a chain, a lookup, or a lookup before a chain.
 
-    Their stopping rule must be fixed.
+    Their stopping rule must be fixed. Chains of llama.cpp are not known: its logits of quantised
+    weights are not those of `lm_head`.
     """
-    if isinstance(drafter, LookupFirst):
-        drafter = drafter.drafter
-        return type(drafter) is ChainDrafter
-    return type(drafter) is ChainDrafter or isinstance(drafter, Lookup)
+    if isinstance(drafter, Lookup):
+        return True
+    chain = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
+    return type(chain) is ChainDrafter and chain.model.backend != "llama_cpp"
 
 
 def drafts_of(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from eval.logged.entries import Entry, Log, Message
+from eval.logged.entries import Entry, Log, Message, read_text
 from eval.logged.objects import EXPECTED as OBJECT
 from eval.logged.objects import (
     OUTPUT_IDS,
@@ -36,7 +36,7 @@ def read_log(name: str, requests: str = "") -> Log:
     path = resolve(name)
     if path.is_dir() or path.name == RECORDS:
         return read_run(path if path.is_dir() else path.parent)
-    content = _content(path)
+    content = read_text(path, EXPECTED)
     start = content.lstrip().removeprefix("\ufeff").lstrip()
     if start.startswith(OPEN):
         log = Log("tensors of token ids", read_tensors(path, content), {})
@@ -52,18 +52,6 @@ def read_log(name: str, requests: str = "") -> Log:
         reasons = "; ".join(f"{len(places)} {why}" for why, places in log.left_out.items())
         raise UserError(f"{path} holds no outputs ({reasons or 'no records'}).")
     return log
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{path}:{line}: found bytes that are not UTF-8, expected {EXPECTED}."
-        ) from error
 
 
 def _read_json(path: Path, requests: str) -> Log:

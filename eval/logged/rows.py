@@ -36,6 +36,7 @@ class ReplayRow:
     temperature: float | None  # of the log; None: not known
     prompts: int
     outputs: int  # of these prompts: one for each turn
+    tokenized: int  # outputs that the log holds as text alone
     tokens: int
     rounds: int
     drafted: float  # tokens of a round
