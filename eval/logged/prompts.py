@@ -93,8 +93,9 @@ class PromptSource:
                 f"benchmark.path=PROMPTS, the file that the target answered."
             )
         path = str(resolve(self.cfg.path))
+        # without a bad record: the outputs after it would get the prompts of others
         prompts = select_prompts(
-            dataclasses.replace(self.cfg, path=path, render=self.render, turns="all")
+            dataclasses.replace(self.cfg, path=path, render=self.render, turns="all"), max_bad=0.0
         )
         if not all(entry.id for entry in entries):
             if len(entries) != len(prompts):

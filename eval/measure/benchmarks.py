@@ -17,7 +17,7 @@ from decoding.errors import UserError, without_stop
 from decoding.values import check_choice
 from eval.config import BenchmarkConfig
 from training.data.chat import choose_rendering, render_prompt, render_text, template_names
-from training.data.readers import Prompt, read_prompts
+from training.data.readers import MAX_BAD, Prompt, read_prompts
 
 TURN = "{turn}"
 GOLDEN = (5**0.5 - 1) / 2
@@ -129,12 +129,13 @@ def spread_over_categories(prompts: Sequence[Prompt], count: int) -> list[Prompt
     return [prompts[index] for index in sorted(chosen)]
 
 
-def select_prompts(cfg: BenchmarkConfig) -> list[Prompt]:
+def select_prompts(cfg: BenchmarkConfig, max_bad: float = MAX_BAD) -> list[Prompt]:
     """Read the prompts that the options select, with their turns ready to be rendered.
 
-    Raises UserError for an invalid file, and for ids that it lacks.
+    max_bad: largest share of bad records, which are left out. Raises UserError for an invalid file,
+    and for ids that it lacks.
     """
-    prompts = read_prompts(cfg.path)
+    prompts = read_prompts(cfg.path, max_bad=max_bad)
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
     selected = []

@@ -49,6 +49,7 @@ REQUEST = {"messages": [message("user", "Hi?")], "max_tokens": 40, "temperature"
 # one output, `Hello there` after `<u>Hi?<a>`, in every format with prompts of its own
 ALONE: dict[str, Any] = {
     "prompt and text": {"prompt": "Hi?", "output": "Hello there"},
+    "prompt and response": {"prompt": "Hi?", "response": "Hello there"},
     "prompt and ids": {"prompt": "Hi?", "token_ids": HELLO},
     "ids and ids": {"prompt_token_ids": PROMPT, "token_ids": HELLO, "output": "Hello there"},
     "ShareGPT": {
@@ -140,6 +141,39 @@ def test_outputs_that_repeat_their_prompts_lose_them(tmp_path: Path) -> None:
     assert texts_of(path, prompts).texts[0].tokens == HELLO
     path.write_text(f"tensor([{HELLO}])")
     assert texts_of(path, prompts).texts[0].tokens == HELLO
+
+
+# content of a prompt file -> words of its error, beginning with the file's name
+WRONG_PROMPTS: dict[bytes, str] = {
+    b"": r"prompts.jsonl: the file is empty",
+    b"\n \n": r"prompts.jsonl holds no records",
+    b'{"id": "a", "turns": ["Hi?"]}\n{"id": "b", "turns": [': r"not JSON.*prompts.jsonl:2\)",
+    b'{"id": "a", "turns": ["Hi?"]}\n{"id": "b"}': r"no prompt .*prompts.jsonl:2\)",
+    b'{"id": "a", "turns": [3]}': r"turns is not a list of strings .*prompts.jsonl:1\)",
+    b'{"id": "a", "turns": ["Hi?"]}\n{"id": "b", "turns": ["\xff"]}': r"UTF-8 .*prompts.jsonl:2\)",
+}
+
+
+@pytest.mark.parametrize(
+    "content", WRONG_PROMPTS, ids=[str(n) for n in range(len(WRONG_PROMPTS))]
+)
+def test_a_malformed_prompt_file_is_refused_with_its_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    log = written(tmp_path / "log.jsonl", {"id": "a", "turns": ["Hello there"]})
+    with pytest.raises(UserError, match=WRONG_PROMPTS[content]):
+        texts_of(log, tmp_path / "prompts.jsonl")
+
+
+def test_one_bad_prompt_of_many_is_refused(tmp_path: Path) -> None:
+    """Check that no prompt is left out: the outputs after it would get those of others."""
+    lines = [json.dumps({"turns": ["Hi?"]}) for _ in range(199)]
+    path, log = tmp_path / "prompts.jsonl", tmp_path / "log.txt"
+    log.write_text(f"tensor([{HELLO}])\n" * 199)
+    path.write_text("\n".join(lines))
+    assert len(texts_of(log, path).texts) == 199
+    path.write_text("\n".join(["{", *lines]))
+    with pytest.raises(UserError, match=r"199 of 200 used; 1 skipped: .*prompts.jsonl:1\)"):
+        texts_of(log, path)
 
 
 def test_batch_responses_join_their_requests(tmp_path: Path) -> None:

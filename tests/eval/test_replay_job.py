@@ -141,7 +141,7 @@ def test_a_finished_replay_is_kept(evaluated: Path, capsys: pytest.CaptureFixtur
     assert (run(asked) / ROWS).read_text() == first
     printed = capsys.readouterr().out
     assert "is finished; nothing is replayed again" in printed
-    assert "Exact: the rounds are those of greedy speculative decoding" in printed
+    assert "the rounds are those of greedy speculative decoding" in " ".join(printed.split())
     manifest = json.loads((evaluated / "twice" / "manifest.json").read_text())
     assert str(evaluated / "evaluated" / "records.jsonl") in manifest["inputs"]
     with pytest.raises(UserError, match="belongs to another configuration"):
@@ -205,6 +205,38 @@ def test_what_needs_costs_is_refused(evaluated: Path) -> None:
 def test_a_drafter_of_another_tokenizer_is_refused(evaluated: Path, tiny_target: Path) -> None:
     with pytest.raises(UserError, match="cannot draft for .* their tokenizers differ"):
         run(config(evaluated, "tokenizer", drafters=[str(tiny_target)]))
+
+
+def test_a_folder_with_a_tokenizer_is_enough(evaluated: Path, tmp_path: Path) -> None:
+    """Check a log of text, which a run of the target's folder and of its tokenizer read alike."""
+    tiny.tokenizer().save_pretrained(tmp_path / "words")
+    log = tmp_path / "answers.jsonl"
+    log.write_text('{"prompt": "Hi?", "output": "Hello there, hello there"}')
+    rows = []
+    for target in (evaluated / "target", tmp_path / "words"):
+        of = TargetConfig(path=str(target), dtype="float64", device="cpu")
+        folder = run(config(evaluated, f"read with {target.name}", log=str(log), target=of))
+        rows.append(read_rows(folder / ROWS)[0])
+    assert [row.target for row in rows] == ["target", "words"]
+    assert rows[0].tested_by_depth == rows[1].tested_by_depth
+    assert rows[0].accepted_by_depth == rows[1].accepted_by_depth
+    assert all(row.tokenized == row.outputs == 1 for row in rows)
+
+
+def test_figures_of_text_are_qualified_also_when_shown_again(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "answers.jsonl"
+    log.write_text('{"prompt": "Hi?", "output": "Hello there"}')
+    for asked, is_text in (
+        (config(evaluated, "of text", log=str(log)), True),
+        (config(evaluated, "of ids"), False),
+    ):
+        for _ in range(2):
+            run(asked)
+            printed = " ".join(capsys.readouterr().out.split())
+            assert ("1 of 1 outputs are text, tokenized here" in printed) == is_text
+            assert ("if it is greedy, which it does not state" in printed) == is_text
 
 
 @pytest.mark.parametrize(
@@ -318,6 +350,21 @@ def test_a_malformed_output_file_is_refused_with_its_line(
     (tmp_path / "out.txt").write_text(content)
     with pytest.raises(UserError, match=words):
         read(tmp_path / "out.txt")
+
+
+def test_an_output_file_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "out.txt").write_bytes(b"tensor([3])\ntensor([\xff])\n")
+    with pytest.raises(UserError, match=r"out.txt:2: found bytes that are not UTF-8, expected the"):
+        read(tmp_path / "out.txt")
+
+
+def test_folders_without_rounds_are_refused(evaluated: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds neither replays.jsonl nor records.jsonl"):
+        read(tmp_path)
+    asked = run(config(evaluated, "cut"))
+    (asked / "replays.jsonl").write_text('{"drafter": "shallow"}\n')
+    with pytest.raises(UserError, match=r"replays.jsonl, line 1: .*Replay again"):
+        read(asked)
 
 
 def test_a_drafter_that_is_never_right_has_an_average_of_one() -> None:

@@ -3,7 +3,7 @@
 The target is real; its own greedy outputs are the log. Counts must be equal round by round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
-from decoding.drafters.trees.ranked import RankedTree
-from decoding.drafters.trees.static import StaticTree
-from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.interfaces import Drafter
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from eval.logged.decoding import decode_logged
 from eval.logged.one_pass import correct_tokens, drafts_of, follow, follows_in_one_pass
+from eval.logged.replay import NEEDS, replay
 from eval.logged.texts import LoggedText
+from jobs.drafter_use import DrafterUse
+from tests.decoding.row_kinds import models as rows_of_models
+from tests.decoding.rows import BY_NAME, Kit
 from tests.decoding.test_laws import models
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import native_of, random_prompts
@@ -35,16 +35,24 @@ def chain() -> ChainDrafter:
     return ChainDrafter(model=models()[2])
 
 
-ONE_PASS: dict[str, Callable[[], Drafter]] = {
-    "chain": chain,
-    "prompt_lookup": PromptLookup,
-    "suffix_lookup": SuffixLookup,
-    "chain_with_lookup": lambda: ChainWithLookup(model=models()[2], min_match=2),
-}
-TREES: dict[str, Callable[[], Drafter]] = {
-    "ranked_tree": lambda: RankedTree(model=models()[2], children="top_k"),
-    "static_tree": lambda: StaticTree(model=models()[2]),
-}
+# rows of the laws of decoding whose drafters read the text alone: their rounds are found without
+# decoding, or in the loop
+ONE_PASS = ("chain", "prompt_lookup", "suffix_lookup", "chain_with_lookup")
+IN_THE_LOOP = (
+    "parallel",
+    "other_vocabulary",
+    "other_vocabulary_strings",
+    "multi_candidate",
+    "static_tree",
+    "ranked_tree",
+    "ranked_tree_with_lookup",
+    "graph",
+)
+
+
+def made(name: str) -> Drafter:
+    """Return the drafter of a row."""
+    return BY_NAME[name].make(Kit(*models(), answers=[]))
 
 
 @lru_cache
@@ -105,17 +113,33 @@ def in_the_loop(drafter: Drafter, gamma: int, **settings: object) -> list[Genera
 @pytest.mark.parametrize("gamma", tiered([1, 3, 8], [3]))
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_rounds_equal_those_of_speculative_decoding(name: str, gamma: int) -> None:
-    real = counts(speculative(ONE_PASS[name](), gamma))
+    real = counts(speculative(made(name), gamma))
     assert sum("1" in str(trace) for _, _, _, trace, _, _ in real) > 3
-    assert counts(in_one_pass(ONE_PASS[name](), gamma)) == real
-    assert counts(in_the_loop(ONE_PASS[name](), gamma)) == real
+    assert counts(in_one_pass(made(name), gamma)) == real
+    assert counts(in_the_loop(made(name), gamma)) == real
+    assert follows_in_one_pass(made(name))
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_rounds_of_trees_equal_those_of_speculative_decoding(name: str) -> None:
-    real = counts(speculative(TREES[name](), 3))
-    assert counts(in_the_loop(TREES[name](), 3)) == real
-    assert not follows_in_one_pass(TREES[name]())
+@pytest.mark.parametrize("name", tiered(IN_THE_LOOP, ["parallel", "other_vocabulary", "graph"]))
+def test_rounds_of_other_drafters_equal_those_of_speculative_decoding(name: str) -> None:
+    real = counts(speculative(made(name), 3))
+    assert sum("1" in str(trace) for _, _, _, trace, _, _ in real) > 3
+    assert counts(in_the_loop(made(name), 3)) == real
+    assert not follows_in_one_pass(made(name))
+
+
+def test_every_row_is_replayed_or_refused() -> None:
+    """Check that no row of the laws which reads the text alone was forgotten above."""
+    needy = {
+        row.name
+        for row in rows_of_models.ROWS
+        if isinstance(drafter := made(row.name), tuple(NEEDS))
+        or drafter.capabilities.needs_costs
+        or drafter.capabilities.needs_hidden
+    }
+    assert needy == {"budget_tree", "lookahead", "ouroboros", "self_speculation"}
+    everything = {row.name for row in rows_of_models.ROWS}
+    assert everything - needy == {*ONE_PASS, *IN_THE_LOOP} - {"ranked_tree_with_lookup"}
 
 
 @pytest.mark.parametrize("rule", ["confidence", "assisted", "thompson"])
@@ -184,3 +208,23 @@ def test_rounds_equal_those_that_training_walks() -> None:
     assert walked.rounds_A.tolist() == [one.rounds for one in replayed]
     assert walked.accepted_AK.sum() == sum(one.accepted for one in replayed)
     assert walked.tested_AK.sum() == sum(one.tested for one in replayed)
+
+
+def test_chains_of_llama_cpp_draft_in_the_loop() -> None:
+    """Check a model whose `lm_head` does not give its logits, by its backend; the rounds stay the same."""
+    found = []
+    for backend in ("native", "llama_cpp"):
+        drafter = ChainDrafter(model=native_of_context(256))
+        drafter.model.backend = backend
+        assert follows_in_one_pass(drafter) == (backend == "native")
+        done = replay(
+            drafter,
+            DrafterUse(),
+            log(),
+            [2, 3],
+            stop_token_ids=STOPS,
+            vocab_size=models()[0].vocab_size,
+        )
+        assert done.passes == (1 if backend == "native" else 2)
+        found.append([counts(generations) for generations in done.generations.values()])
+    assert found[0] == found[1]
