@@ -309,6 +309,8 @@ def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_pa
             f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 "
             f"dtypes=[float32]"
         )
+    elif script.endswith("replay.py"):
+        options += f"target={tiny_target} max_prompts=1 max_new_tokens=8"
     else:
         options += f"target={tiny_target} steps=1"
     done = subprocess.run(

@@ -110,8 +110,8 @@ class PromptSource:
         missing = [entry for entry in entries if entry.id not in by_id]
         if missing:
             raise UserError(
-                f"{missing[0].place}: found an output of prompt {missing[0].id!r}, which is not in "
-                f"{self.cfg.path}, as are {len(missing)} of {len(entries)}. The log is of other "
-                f"prompts; set benchmark.path= to them."
+                f"{missing[0].place}: found an output of prompt {missing[0].id!r}, expected one of "
+                f"those in {self.cfg.path}, which lacks the prompts of {len(missing)} of "
+                f"{len(entries)} outputs. Set benchmark.path= to the log's prompts."
             )
         return {entry: by_id[entry.id] for entry in entries}

@@ -25,7 +25,9 @@ _LEGENDS = yaml.safe_load(files("eval.report").joinpath("templates/legend.yaml")
 LEGEND: dict[str, str] = _LEGENDS["evaluation"]
 ENGINES_LEGEND: dict[str, str] = _LEGENDS["engines"]
 COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
-REPLAY_LEGEND: dict[str, str] = _LEGENDS["replay"]
+REPLAY_LEGEND: dict[str, str] = _LEGENDS["replay"] | {
+    word: COMPARISON_LEGEND[word] for word in ("gamma", "alpha", "by depth", "distinct-4", "c", "V")
+}
 ENGINES_COMPARED_LEGEND: dict[str, str] = _LEGENDS["engines_compared"]
 
 

@@ -270,7 +270,7 @@ def test_a_log_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> Non
 PAIR = {"prompt_token_ids": PROMPT, "token_ids": HELLO}
 # records of other prompts or another tokenizer -> words of the error
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"id": "z", "turns": ["Hello"]}, r"output of prompt 'z', which is not in .*1 of 1"),
+    ({"id": "z", "turns": ["Hello"]}, r"output of prompt 'z', expected one of .* the prompts of 1 of 1 outputs"),
     ({"id": "a", "turns": ["A", "B", "C"]}, r"output of turn 3 of 'a', which has 2 in"),
     ({"token_ids": HELLO}, r"1 outputs without the ids of their prompts, and .* 2 prompts"),
     (PAIR | {"token_ids": [5000]}, r"found token 5000, expected ids below 101"),
