@@ -19,7 +19,7 @@ import torch
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.models.folder import is_gguf, read_config
+from decoding.models.folder import has_config, is_gguf, read_config
 from decoding.models.hub import name_of
 from decoding.models.load import AUTO
 from decoding.models.text.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -155,7 +155,7 @@ def describe_drafters(
 def read_texts(cfg: ReplayConfig) -> tuple[LoggedTexts, int, tuple[int, ...]]:
     """Return the log's texts, the size of the target's vocabulary and its stop tokens."""
     folder = resolve_model(cfg.target.path, weights=False)
-    is_model = is_gguf(folder) or (folder / "config.json").is_file()
+    is_model = has_config(folder)
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code, of_model=is_model)
     vocab_size = int(read_config(folder)["vocab_size"]) if is_model else len(tokenizer)
     stops = stop_tokens(folder, tokenizer)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
+from decoding.models.folder import has_config
 from decoding.models.text.token_text import TokenText, without_unfinished
 from decoding.models.text.tokenizer import load_tokenizer
 
@@ -52,10 +53,11 @@ class Vocabularies:
 
         Also raises UserError if the vocabularies have no token of text in common.
         """
-        both = cls(
-            TokenText(load_tokenizer(target_folder, trust_remote_code), str(target_folder)),
-            TokenText(load_tokenizer(folder, trust_remote_code), str(folder)),
-        )
+        # if no target is loaded, its folder may hold the tokenizer alone
+        of_model = has_config(target_folder)
+        target = load_tokenizer(target_folder, trust_remote_code, of_model=of_model)
+        drafter = load_tokenizer(folder, trust_remote_code)
+        both = cls(TokenText(target, str(target_folder)), TokenText(drafter, str(folder)))
         if not both.shared_text:
             raise UserError(
                 f"{folder} cannot draft for {target_folder}: none of its {len(both.drafter.ids):,} "

@@ -99,6 +99,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def has_config(path: str | Path) -> bool:
+    """Return whether `read_config` can read a path: not one of a folder with a tokenizer alone."""
+    return is_gguf(path) or (Path(path) / "config.json").is_file()
+
+
 def is_gguf(path: str | Path) -> bool:
     """Return whether this is the path of a GGUF file, by its name."""
     return Path(path).suffix == ".gguf" and not Path(path).is_dir()

@@ -208,19 +208,24 @@ def test_a_drafter_of_another_tokenizer_is_refused(evaluated: Path, tiny_target:
 
 
 def test_a_folder_with_a_tokenizer_is_enough(evaluated: Path, tmp_path: Path) -> None:
-    """Check a log of text, which a run of the target's folder and of its tokenizer read alike."""
+    """Check that the target's folder and its tokenizer alone give the same rows."""
     tiny.tokenizer().save_pretrained(tmp_path / "words")
     log = tmp_path / "answers.jsonl"
     log.write_text('{"prompt": "Hi?", "output": "Hello there, hello there"}')
-    rows = []
+    shallow = str(evaluated / "shallow")
+    found = []
     for target in (evaluated / "target", tmp_path / "words"):
-        of = TargetConfig(path=str(target), dtype="float64", device="cpu")
-        folder = run(config(evaluated, f"read with {target.name}", log=str(log), target=of))
-        rows.append(read_rows(folder / ROWS)[0])
-    assert [row.target for row in rows] == ["target", "words"]
-    assert rows[0].tested_by_depth == rows[1].tested_by_depth
-    assert rows[0].accepted_by_depth == rows[1].accepted_by_depth
-    assert all(row.tokenized == row.outputs == 1 for row in rows)
+        asked = config(
+            evaluated,
+            f"read with {target.name}",
+            log=str(log),
+            target=TargetConfig(path=str(target), dtype="float64", device="cpu"),
+            drafters=[shallow, {"use": "other_vocabulary", "folder": shallow, "name": "other"}],
+        )
+        rows = read_rows(run(asked) / ROWS)
+        assert all((row.target, row.tokenized) == (target.name, 1) for row in rows)
+        found.append([(row.drafter, row.tested_by_depth, row.accepted_by_depth) for row in rows])
+    assert found[0] == found[1]
 
 
 def test_figures_of_text_are_qualified_also_when_shown_again(

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.models.folder import read_config
+from decoding.models.folder import has_config, read_config
 from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
 from decoding.models.text.tokenizer_repair import PROBES, differences, encoder, probes_of
 
@@ -25,9 +25,8 @@ def check_same_tokenizer(
     other lacks, such as [PAD]. Text after special tokens is not compared, since drafters read the
     target's ids.
     """
-    # where no target is loaded, its folder may hold the tokenizer alone
-    of_model = (Path(target_folder) / "config.json").is_file()
-    target = load_tokenizer(target_folder, of_model=of_model)
+    # if no target is loaded, its folder may hold the tokenizer alone
+    target = load_tokenizer(target_folder, of_model=has_config(target_folder))
     drafter = load_tokenizer(drafter_folder)
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
     difference = _describe_differing_ids(target, drafter, "drafter")
