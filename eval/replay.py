@@ -33,6 +33,7 @@ from eval.logged.replay import Replay, refuse_drafter, refuse_mapping, replay
 from eval.logged.rows import ReplayedOutput, ReplayRow, outputs_of, replay_table, rows_of
 from eval.logged.texts import LoggedTexts, Reader
 from eval.logged.traces import emitted_tokens
+from eval.measure.setup import EMBEDDED
 from eval.report import text
 from eval.report.terminal import print_tables
 from jobs import drafters as drafter_list

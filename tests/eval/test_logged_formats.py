@@ -154,9 +154,7 @@ WRONG_PROMPTS: dict[bytes, str] = {
 }
 
 
-@pytest.mark.parametrize(
-    "content", WRONG_PROMPTS, ids=[str(n) for n in range(len(WRONG_PROMPTS))]
-)
+@pytest.mark.parametrize("content", WRONG_PROMPTS, ids=[str(n) for n in range(len(WRONG_PROMPTS))])
 def test_a_malformed_prompt_file_is_refused_with_its_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_bytes(content)
     log = written(tmp_path / "log.jsonl", {"id": "a", "turns": ["Hello there"]})
@@ -270,7 +268,10 @@ def test_a_log_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path) -> Non
 PAIR = {"prompt_token_ids": PROMPT, "token_ids": HELLO}
 # records of other prompts or another tokenizer -> words of the error
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"id": "z", "turns": ["Hello"]}, r"output of prompt 'z', expected one of .* the prompts of 1 of 1 outputs"),
+    (
+        {"id": "z", "turns": ["Hello"]},
+        r"output of prompt 'z', expected one of .* the prompts of 1 of 1 outputs",
+    ),
     ({"id": "a", "turns": ["A", "B", "C"]}, r"output of turn 3 of 'a', which has 2 in"),
     ({"token_ids": HELLO}, r"1 outputs without the ids of their prompts, and .* 2 prompts"),
     (PAIR | {"token_ids": [5000]}, r"found token 5000, expected ids below 101"),

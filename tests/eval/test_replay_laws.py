@@ -211,7 +211,7 @@ def test_rounds_equal_those_that_training_walks() -> None:
 
 
 def test_chains_of_llama_cpp_draft_in_the_loop() -> None:
-    """Check a model whose `lm_head` does not give its logits, by its backend; the rounds stay the same."""
+    """Check a model whose `lm_head` does not give its logits; the rounds stay the same."""
     found = []
     for backend in ("native", "llama_cpp"):
         drafter = ChainDrafter(model=native_of_context(256))
