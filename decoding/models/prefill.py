@@ -24,13 +24,18 @@ def prefill(
 
     A row's tokens may be empty. With keep_hidden returns the hidden states (B, N, C) of all tokens,
     padded on the right: after the final norm, or at the taps (see `Target.forward`). Returns None
-    without keep_hidden, or if no row has tokens.
+    without keep_hidden, or if no row has tokens. A target whose states cost more than reading has
+    `read_rows` for that case.
     """
     read = _read_ragged if reads_ragged(target, prompts_B) else _read_padded
+    without_states = None if keep_hidden else getattr(target, "read_rows", None)
     hidden: list[Tensor] = []
     for start in range(0, max(map(len, prompts_B)), PREFILL_CHUNK):
         parts_B = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
-        hidden_BNC = read(target, parts_B, taps)
+        if without_states is not None:
+            without_states({row: part for row, part in enumerate(parts_B) if part})
+        else:
+            hidden_BNC = read(target, parts_B, taps)
         target.commit(None, [len(part) for part in parts_B])
         if keep_hidden:
             hidden.append(hidden_BNC)

@@ -109,11 +109,15 @@ class Context:
 
         The tokens are at most BATCH, in an order in which no sequence's positions decrease.
         """
-        self._decode(tokens_T, True)
-        T = len(tokens_T)
+        states_TC = self.states(tokens_T)
         logits = self._functions.llama_get_logits(self._pointer)
+        return _copied(logits, len(tokens_T), self._vocab_size), states_TC
+
+    def states(self, tokens_T: Sequence[NewToken]) -> Tensor:
+        """Return the hidden states of `forward` alone; llama.cpp computes the logits too."""
+        self._decode(tokens_T, True)
         states = self._functions.llama_get_embeddings(self._pointer)
-        return _copied(logits, T, self._vocab_size), _copied(states, T, self._hidden_size)
+        return _copied(states, len(tokens_T), self._hidden_size)
 
     def read(self, tokens_T: Sequence[NewToken]) -> None:
         """Read tokens into the cache without computing logits or states."""

@@ -63,12 +63,15 @@ def _load() -> Library:
             f"llama-cpp-python."
         )
     errors: deque[str] = deque(maxlen=8)
+    of_error = False  # whether the last line was part of an error
 
     def keep(level: int, text: bytes, _data: Any) -> None:
+        nonlocal of_error
         line = text.decode(errors="replace")
-        if level == _CONTINUED and errors:
+        of_error = level == _ERROR or (level == _CONTINUED and of_error)
+        if of_error and level == _CONTINUED and errors:
             errors[-1] += line
-        elif level == _ERROR:
+        elif of_error:
             errors.append(line)
 
     callback = functions.llama_log_callback(keep)

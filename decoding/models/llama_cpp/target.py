@@ -6,7 +6,7 @@ llama.cpp does the arithmetic. Branches of a tree are sequences of one cache tha
 Shapes: B rows, N new tokens, T tokens of a batch, V vocabulary, C hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.interfaces import NO_NODE, ChainCall, Chooser, VerifyCall
 from decoding.models.gguf.file import GgufFile
-from decoding.models.llama_cpp.context import BATCH, CACHE_TYPES, CELLS, Context, Model, NewToken
+from decoding.models.llama_cpp.context import (
+    BATCH,
+    CACHE_TYPES,
+    CELLS,
+    GRAPH,
+    Context,
+    Model,
+    NewToken,
+)
 from decoding.models.llama_cpp.library import Library
 from decoding.models.llama_cpp.sequences import Sequences, depths_of, leaves_below
 from decoding.models.taps import check_taps
@@ -93,22 +101,25 @@ class LlamaCppTarget:
         """
         check_taps(self, taps)
         B, N = tokens_BN.shape
-        tokens_of = dict(enumerate(tokens_BN.tolist()))
         parents_of = None if parents_BN is None else dict(enumerate(parents_BN.tolist()))
-        batch, places_T = self._begin(tokens_of, parents_of)
-        logits_TV, hidden_TC = self._run(batch)
-        if len(batch) == B * N:
-            return logits_TV.view(B, N, -1), hidden_TC.view(B, N, -1)
-        index_T = torch.tensor([row * N + node for row, node in places_T])
-        logits = logits_TV.new_zeros(B * N, logits_TV.shape[1]).index_copy_(0, index_T, logits_TV)
-        hidden = hidden_TC.new_zeros(B * N, hidden_TC.shape[1]).index_copy_(0, index_T, hidden_TC)
-        return logits.view(B, N, -1), hidden.view(B, N, -1)
+        batch, places_T = self._begin(dict(enumerate(tokens_BN.tolist())), parents_of)
+        found = [self._opened.forward(part) for part in _parts(batch, BATCH)]
+        logits_TV, hidden_TC = (torch.cat(side) for side in zip(*found, strict=True))
+        if len(batch) < B * N:  # padding nodes of trees
+            index_T = torch.tensor([row * N + node for row, node in places_T])
+            logits_TV, hidden_TC = (
+                side.new_zeros(B * N, side.shape[1]).index_copy_(0, index_T, side)
+                for side in (logits_TV, hidden_TC)
+            )
+        return logits_TV.view(B, N, -1), hidden_TC.view(B, N, -1)
 
     def features(
         self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Tensor:
         """Return the hidden states of `forward`; llama.cpp computes logits with them."""
-        return self.forward(tokens_BN, parents_BN, taps)[1]
+        if parents_BN is not None:
+            return self.forward(tokens_BN, parents_BN, taps)[1]
+        return torch.stack(self.features_of_rows(dict(enumerate(tokens_BN.tolist())), taps))
 
     def features_of_rows(
         self, tokens_of: Mapping[int, Sequence[int]], taps: tuple[int, ...] = ()
@@ -119,15 +130,15 @@ class LlamaCppTarget:
         """
         check_taps(self, taps)
         batch, _ = self._begin(tokens_of, None)
-        hidden_TC = self._run(batch)[1]
-        return list(hidden_TC.split([len(tokens) for tokens in tokens_of.values()]))
+        # in parts of one graph, since llama.cpp keeps the logits of all tokens of a call
+        found = [self._opened.states(part) for part in _parts(batch, GRAPH)]
+        return list(torch.cat(found).split([len(tokens) for tokens in tokens_of.values()]))
 
     def read_rows(self, tokens_of: Mapping[int, Sequence[int]]) -> None:
         """Read new tokens of some rows without computing states or logits, for prefill."""
-        assert self._context is not None, "open() comes before read_rows()"
         batch, _ = self._begin(tokens_of, None)
-        for start in range(0, len(batch), BATCH):
-            self._context.read(batch[start : start + BATCH])
+        for part in _parts(batch, BATCH):
+            self._opened.read(part)
 
     def chain_call(self, num_tokens: int) -> ChainCall | None:
         """Return None: this backend drafts step by step (see `Target.chain_call`)."""
@@ -154,16 +165,14 @@ class LlamaCppTarget:
 
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache (see `Target.keep`)."""
-        assert self._context is not None
         self._sequences.truncate(row, self.lengths_B[row])
-        self._kept[name] = self._context.store(self._sequences.rows[row].ids[0])
+        self._kept[name] = self._opened.store(self._sequences.rows[row].ids[0])
 
     def begin(self, row: int, name: int, length: int) -> None:
         """Fill an empty row with the first `length` tokens that `keep` stored for this name."""
-        assert self._context is not None
         sequence = self._sequences.rows[row].ids[0]
-        self._context.restore(self._kept[name], sequence)
-        self._context.remove(sequence, length)
+        self._opened.restore(self._kept[name], sequence)
+        self._opened.remove(sequence, length)
         self._sequences.fill(row, length)
 
     def forget(self) -> None:
@@ -226,22 +235,22 @@ class LlamaCppTarget:
                 places.append((row, node))
         return batch, places
 
-    def _run(self, batch: Sequence[NewToken]) -> tuple[Tensor, Tensor]:
-        """Return the logits (T, V) and hidden states (T, C) of a batch of any size."""
-        assert self._context is not None, "open() comes before forward()"
-        parts = [batch[start : start + BATCH] for start in range(0, len(batch), BATCH)]
-        found = [self._context.forward(part) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([logits for logits, _ in found]), torch.cat([one for _, one in found])
+    @property
+    def _opened(self) -> Context:
+        assert self._context is not None, "open() comes first"
+        return self._context
 
     def _remove(self, sequence: int, start: int) -> None:
-        assert self._context is not None
-        self._context.remove(sequence, start)
+        self._opened.remove(sequence, start)
 
     def _copy(self, source: int, destination: int, start: int, end: int) -> None:
-        assert self._context is not None
-        self._context.copy(source, destination, start, end)
+        self._opened.copy(source, destination, start, end)
+
+
+def _parts(batch: Sequence[NewToken], size: int) -> Iterator[Sequence[NewToken]]:
+    """Yield a batch in parts of at most `size` tokens."""
+    for start in range(0, len(batch), size):
+        yield batch[start : start + size]
 
 
 def coarsest(types: Sequence[str], cache_dtype: str) -> str:
