@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from decoding.interfaces import Target
+from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
@@ -38,9 +39,9 @@ def choice_scores(
     with Claim(target) as claim:
         claim.take()
         target.open(1, len(ids) + 1)
-        logits_V = target.lm_head(
-            target.features(torch.tensor([list(ids)], device=target.device))[:, -1]
-        )[0].double()
+        prefill(target, [list(ids[:-1])])
+        last = torch.tensor([[ids[-1]]], device=target.device)
+        logits_V = target.forward(last)[0][0, -1].double()
     processors = make_processors(settings.repetition_penalty, settings.allowed)
     if processors is not None:
         logits_V = processors(logits_V[None, None], [ids])[0, 0]
