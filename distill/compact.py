@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from decoding.models.folder import load_state, read_config
+from decoding.models.folder import load_state, read_config, refuse_file
 from decoding.models.model_check import check_model
 from distill.config import CompactConfig
 from distill.drafter_folder import NUM_DRAFT_TOKENS
@@ -61,6 +61,7 @@ class Compact(Job[CompactConfig]):
         if config.dtype:
             dtype_of(config.dtype)
         self.folder = resolve_model(config.model)
+        refuse_file(self.folder)
         kind = read_config(self.folder)["model_type"]
         if kind != "llama":
             raise UserError(

@@ -26,6 +26,7 @@ from decoding.costs.prediction import Costs, best_gamma
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.self_speculation import FILE, write_skips
 from decoding.errors import UserError
+from decoding.models.folder import refuse_file
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.skips import Skips
@@ -153,8 +154,10 @@ def check(config: SkipSearchConfig) -> None:
 
 def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
     """Load the target. Returns it with the maximum number of sub-layers to skip."""
+    folder = resolve_model(config.target.path)
+    refuse_file(folder)  # llama.cpp runs all layers of a GGUF file
     target = load_target(
-        resolve_model(config.target.path),
+        folder,
         backend="native",
         dtype=config.target.dtype,
         device=config.target.device,

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, exists, indexed_files
+from decoding.models.folder import INDEX, exists, indexed_files, is_gguf
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)(/|$)")
@@ -40,9 +40,9 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(text: str | Path) -> HubName | None:
-    """Return the Hub name that a text is; None for anything else, and for an existing path."""
+    """Return the Hub name that a text is; None for anything else, such as a path or a GGUF file."""
     found = _NAME.fullmatch(str(text))
-    if found is None or exists(Path(text)):
+    if found is None or exists(Path(text)) or is_gguf(text):
         return None
     try:
         validate_repo_id(found["repository"])

@@ -15,7 +15,7 @@ from decoding.drafters.registry import head_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
-from decoding.models.folder import CARD, hash_input, read_json
+from decoding.models.folder import CARD, hash_input, read_json, refuse_file
 from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
@@ -89,6 +89,8 @@ class Subject:
                 f"them."
             )
         self.folder = Path(self.choice.options["folder"])
+        for folder in (self.target_folder, self.folder):
+            refuse_file(folder)  # both also run as training runs them
         self.tokenizer = load_tokenizer(self.target_folder)
         self.card = _read_card(self.folder / CARD)
         self.kind: HeadKind | None = kind_in(self.folder) if head_of(self.folder) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError, without_stop
 from decoding.models.draft_vocabulary import draft_vocab_size
+from decoding.models.folder import is_gguf
 from eval.config import EvalConfig
 from eval.measure.records import AUTOREGRESSIVE, Condition
 from eval.measure.setup import Loaded
@@ -119,6 +120,14 @@ def check_engines(cfg: EvalConfig) -> None:
             raise UserError(
                 f"engine_target.{name} is {path}, which does not exist. Name the target in the "
                 f"format of {name}, or leave it empty: the target is then converted."
+            )
+    if is_gguf(cfg.target.path):
+        unfit = [one for one in names if one not in (OURS, LLAMA_CPP, *given_targets(cfg))]
+        if unfit:
+            raise UserError(
+                f"engine has {', '.join(unfit)}, which reads no GGUF file, and target.path is "
+                f"{cfg.target.path}. Use engine=[ours,llama_cpp], or convert the file to a folder: "
+                f"python scripts/from_gguf.py."
             )
     if names == [OURS]:
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, check_full_vocabulary, draft_vocab_size, ids_of
-from decoding.models.folder import WEIGHTS, hash_input, load_state, read_config
+from decoding.models.folder import WEIGHTS, hash_input, is_gguf, load_state, read_config
 from decoding.models.gguf.writer import write_gguf
 from heads.export import target_ends
 from jobs.files import write_tensors
@@ -64,7 +64,7 @@ def prepare(
 def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
     """Return a configuration whose target and drafter are GGUF files in its dtype.
 
-    A target that is a GGUF file stays as it is.
+    A GGUF file stays as it is.
     """
     return _convert(config, lambda folder: gguf_of(folder, config.dtype, cache))
 
@@ -72,7 +72,7 @@ def for_llama_cpp(config: EngineConfig, cache: Path) -> EngineConfig:
 def for_openvino(config: EngineConfig, cache: Path, python: Path) -> EngineConfig:
     """Return a configuration whose target and drafter are exported to OpenVINO.
 
-    A target that was exported before stays as it is.
+    A model that was exported before stays as it is.
     """
     return _convert(config, lambda folder: openvino_of(folder, cache, python))
 
@@ -97,13 +97,14 @@ def for_vllm(config: EngineConfig, cache: Path) -> EngineConfig:
 
 
 def _convert(config: EngineConfig, convert: Callable[[str], Path]) -> EngineConfig:
+    def converted(model: str) -> str:
+        ready = is_gguf(model) or (Path(model) / OPENVINO_MODEL).is_file()
+        return model if ready else str(convert(model))
+
     method = config.method
     if method.drafter:
-        method = replace(method, drafter=str(convert(method.drafter)))
-    target = Path(config.target)
-    if target.suffix != ".gguf" and not (target / OPENVINO_MODEL).is_file():
-        target = convert(config.target)
-    return replace(config, target=str(target), method=method)
+        method = replace(method, drafter=converted(method.drafter))
+    return replace(config, target=converted(config.target), method=method)
 
 
 def gguf_of(folder: str | Path, dtype: str, cache: Path) -> Path:
