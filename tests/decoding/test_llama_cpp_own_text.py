@@ -1,0 +1,162 @@
+"""Our loop over llama.cpp beside llama.cpp's own greedy decoding, on quantised and half files.
+
+There a forward over several tokens rounds differently from one over a single token, so texts may
+part where the two best tokens are close: closer than twice the rounding that is measured here.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import decoding
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.errors import UserError
+from decoding.interfaces import Drafter, Target
+from decoding.loop import decode
+from decoding.models.gguf.writer import write_gguf
+from decoding.models.llama_cpp.library import load_library
+from decoding.models.load import load_target
+from decoding.models.prefill import prefill
+from decoding.rounds.settings import Settings
+from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
+
+from .test_real_models import chats
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.engines
+SETTINGS = Settings(max_new_tokens=48, stopping="fixed", num_draft_tokens=3, ignore_eos=True)
+PROMPTS = 8
+DTYPE = "float16"  # of the cache, llama.cpp's own default
+
+
+class Own(NamedTuple):
+    """A file, its target in our loop, prompts, and llama.cpp's own answers."""
+
+    file: Path
+    target: Target
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["q4_1", "bfloat16"])
+def own(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Own:
+    """Skip where llama-cpp-python is missing."""
+    try:
+        load_library()
+    except UserError as error:
+        pytest.skip(str(error))
+    if request.param == "q4_1":
+        file: Path = request.getfixturevalue("smollm2_gguf")
+    else:
+        file = tmp_path_factory.mktemp("own") / "chat24m.gguf"
+        write_gguf(request.getfixturevalue("chat24m"), file, "bfloat16")
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setenv("LLAMA_ARG_REPACK", "0")  # see docs/real_models.md
+        engine = decoding.load(file, dtype=DTYPE)
+        prompts = chats(engine.tokenizer, PROMPTS)
+        return Own(file, engine.target, prompts, own_texts(file, prompts))
+
+
+def own_texts(file: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Decode with llama.cpp's greedy sampler, as its example programs do."""
+    functions = load_library().functions
+    settings = functions.llama_model_default_params()
+    settings.use_extra_bufts = False
+    model = functions.llama_model_load_from_file(os.fsencode(file), settings)
+    settings = functions.llama_context_default_params()
+    settings.n_ctx, settings.n_batch = 1024, 512
+    settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+    context = functions.llama_init_from_model(model, settings)
+    sampler = functions.llama_sampler_init_greedy()
+    texts = []
+    for prompt in prompts:
+        functions.llama_memory_clear(functions.llama_get_memory(context), True)
+        tokens: list[int] = []
+        new = list(prompt)
+        while len(tokens) < SETTINGS.max_new_tokens:
+            ids = (functions.llama_token * len(new))(*new)
+            batch = functions.llama_batch_get_one(ids, len(new))
+            assert functions.llama_decode(context, batch) == 0
+            new = [functions.llama_sampler_sample(sampler, context, -1)]
+            tokens += new
+        texts.append(tokens)
+    functions.llama_sampler_free(sampler)
+    functions.llama_free(context)
+    functions.llama_model_free(model)
+    return texts
+
+
+def rounding(target: Target, tokens: Sequence[int]) -> float:
+    """Return the largest difference of a logit between one forward and one for each token."""
+    ids_BN = torch.tensor([list(tokens)])
+    target.open(1, len(tokens))
+    together_NV = target.forward(ids_BN)[0][0]
+    target.open(1, len(tokens))
+    parts: list[Tensor] = []
+    for place in range(len(tokens)):
+        parts.append(target.forward(ids_BN[:, place : place + 1])[0][0])
+        target.commit(None, [1])
+    return float((torch.cat(parts) - together_NV).abs().max())
+
+
+def gaps(own: Own, texts: Sequence[Sequence[int]], limit: float) -> list[float]:
+    """Return the gap between the two best tokens where each differing text first differs."""
+    found = []
+    for prompt, expected, text in zip(own.prompts, own.texts, texts, strict=True):
+        at = first_difference(expected, text)
+        if at is not None:
+            scores_V = choice_scores(own.target, [*prompt, *expected[:at]], SETTINGS, 0)
+            found.append(top_two_gap(scores_V))
+    assert all(gap < limit for gap in found), (found, limit)
+    return found
+
+
+@pytest.fixture(scope="module")
+def limit(own: Own) -> float:
+    """Return twice the rounding over the texts: two logits may move towards each other."""
+    rows = zip(own.prompts, own.texts, strict=True)
+    with torch.inference_mode():
+        return 2 * max(rounding(own.target, [*prompt, *text]) for prompt, text in rows)
+
+
+def test_plain_text_is_llama_cpps_own(own: Own, limit: float) -> None:
+    texts = [decode(own.target, None, [prompt], SETTINGS)[0].tokens for prompt in own.prompts]
+    found = gaps(own, texts, limit)
+    print(f"{own.file.stem}: {len(found)} of {PROMPTS} texts differ, gaps {found}, limit {limit}")
+    assert len(found) <= PROMPTS // 2
+
+
+@pytest.mark.parametrize("kind", ["chain", "prompt_lookup", "ranked_tree"])
+def test_drafted_text_differs_at_close_tokens_alone(own: Own, limit: float, kind: str) -> None:
+    makers: dict[str, Callable[[], Drafter]] = {
+        "chain": lambda: ChainDrafter(own.file, dtype=DTYPE),
+        "prompt_lookup": PromptLookup,
+        "ranked_tree": lambda: RankedTree(own.file, dtype=DTYPE),
+    }
+    answers = decode(own.target, makers[kind](), own.prompts, SETTINGS)
+    found = gaps(own, [answer.tokens for answer in answers], limit)
+    print(f"{own.file.stem}, {kind}: {len(found)} of {PROMPTS} texts differ, gaps {found}")
+    tokens, rounds = sum(len(one.tokens) for one in answers), sum(one.rounds for one in answers)
+    assert tokens > (3 if kind != "prompt_lookup" else 1) * rounds
+
+
+def test_control_a_wrong_token_is_noticed(own: Own, limit: float) -> None:
+    """Replace the token with the widest gap by the second best."""
+    scores = [
+        choice_scores(own.target, [*own.prompts[0], *own.texts[0][:at]], SETTINGS, 0)
+        for at in range(16)
+    ]
+    at = max(range(16), key=lambda place: top_two_gap(scores[place]))
+    wrong = [*own.texts[0]]
+    wrong[at] = int(scores[at].topk(2).indices[1])
+    with pytest.raises(AssertionError):
+        gaps(own, [wrong, *own.texts[1:]], limit)
