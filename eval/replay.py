@@ -66,7 +66,8 @@ def run(cfg: ReplayConfig) -> Path:
             f"{folder.path} is finished; nothing is replayed again. Delete it, or set another "
             f"output_dir=, to replay again."
         )
-        rows, warnings = read_rows(rows_file), []
+        warnings: list[str] = []
+        rows = read_rows(rows_file)
     else:
         rows, warnings = _replay(cfg, folder)
     notes = [*warnings, *claims(rows[0])]

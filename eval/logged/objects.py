@@ -203,7 +203,8 @@ def _completion(body: Mapping[str, Any], place: str) -> Entry:
     if found is None:
         raise wrong(place, f"{text!r:.40} as the output", "text, or token_ids")
     given = body.get(PROMPT_IDS, choice.get(PROMPT_IDS))
-    usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
     return Entry(
         place,
         found[0],

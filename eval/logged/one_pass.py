@@ -120,7 +120,8 @@ def drafts_of(
             yield index, partial(LookupDrafts, drafter, text, chooser)
         return
     lookup = SuffixLookup(drafter.min_match) if isinstance(drafter, LookupFirst) else None
-    model = (drafter.drafter if isinstance(drafter, LookupFirst) else drafter).model
+    reader: Any = drafter.drafter if isinstance(drafter, LookupFirst) else drafter
+    model = reader.model
     for index, correct in correct_tokens(model, texts, vocab_size):
         text = texts[index]
         drafts = ModelDrafts(correct, len(text.prompt), model.max_length)

@@ -64,7 +64,7 @@ def answer(chosen: Options) -> tuple[list[LoggedText], int, tuple[int, ...]]:
     ]
     room = target.max_length - chosen.max_new_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room][: chosen.max_prompts]
-    texts = []
+    texts: list[LoggedText] = []
     for start in range(0, len(prompts), ROWS):
         part = prompts[start : start + ROWS]
         for prompt, found in zip(part, decode(target, None, part, settings), strict=True):

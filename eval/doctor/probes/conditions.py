@@ -199,7 +199,7 @@ def check_thinking(subject: Subject) -> Finding:
     """Compare how often answers begin with thoughts in serving and in the training chats."""
     if not subject.chats:
         return unknown("thinking", "needs the training's chats (chats=)")
-    answers = [subject.tokenizer.decode(answer) for answer in subject.serve().answers]
+    answers = [str(subject.tokenizer.decode(answer)) for answer in subject.serve().answers]
     texts = [_answers_of(chat) for chat in subject.chats]
     served, trained = _share_of_thoughts(answers), _share_of_thoughts(texts)
     found, expected = f"{served.value:.0%} of the served answers think", f"{trained.value:.0%}"
