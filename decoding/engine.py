@@ -22,8 +22,7 @@ from decoding.errors import UserError, note_if_slow
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import is_gguf, read_json
-from decoding.models.gguf.file import read_gguf
-from decoding.models.gguf.model import end_tokens
+from decoding.models.gguf.file import end_tokens, read_gguf
 from decoding.models.hub import find_folder
 from decoding.models.load import AUTO, load_target
 from decoding.models.model_check import check_end_tokens

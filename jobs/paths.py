@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.models.folder import exists
 from decoding.models.hub import find_cached, find_folder
+from decoding.models.paths import exists
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or site-packages
 

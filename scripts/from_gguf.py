@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers import GenerationConfig, LlamaConfig
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, exists, read_json, sha256
+from decoding.models.folder import WEIGHTS, read_json, sha256
 from decoding.models.gguf.file import GgufFile
 from decoding.models.gguf.model import config_of, weights_of
 from decoding.models.gguf.tokenizer import tokenizer_of
 from decoding.models.load import DTYPES
 from decoding.models.model_check import check_model
+from decoding.models.paths import exists
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.models.text.tokenizer_repair import SETTINGS
 from jobs.files import disk_error, save_tensors, write_text

@@ -27,9 +27,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import exists, hash_input, read_headers, read_json
+from decoding.models.folder import hash_input, read_headers, read_json
 from decoding.models.folder import weight_files as files_of
 from decoding.models.model_check import check_model
+from decoding.models.paths import exists
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.files import disk_error, save_tensors, write_text
 from jobs.paths import resolve_model

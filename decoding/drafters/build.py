@@ -26,9 +26,10 @@ from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError, without_stop
 from decoding.interfaces import Drafter
-from decoding.models.folder import exists, read_config
+from decoding.models.folder import read_config
 from decoding.models.hub import find_folder, parse_hub_name
 from decoding.models.native.linear import draft_dtype
+from decoding.models.paths import exists
 from decoding.models.text.compatible import ADVICE, check_same_tokenizer
 from decoding.values import quote
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from decoding.errors import UserError
+from decoding.models.paths import exists
 from decoding.values import is_text, quote
 
 WEIGHTS = "model.safetensors"
@@ -67,8 +68,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if is_gguf(folder):
-        from decoding.models.gguf.file import read_gguf
-        from decoding.models.gguf.model import shape_of
+        from decoding.models.gguf.file import read_gguf, shape_of
 
         return shape_of(read_gguf(folder))
     if not exists(folder):
@@ -125,26 +125,6 @@ def untrusted_code_error(folder: str | Path) -> UserError:
         f"run by default. If you trust the code, use the folder as a target with "
         f"target.trust_remote_code=true target.backend=hf (trust_remote_code=True in Python)."
     )
-
-
-def exists(path: Path) -> bool:
-    """Return whether a file or folder exists at this path.
-
-    Raises UserError for an invalid path, and for one without read permission.
-    """
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
-        name = ascii(str(path))
-        shown = name if len(name) <= 80 else f"{name[:77]}..."
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"{shown} cannot be opened ({reason}), expected the path of a file or folder. Check "
-            f"the path and its permissions."
-        ) from error
-    return True
 
 
 def weight_files(folder: str | Path, weights: str = WEIGHTS) -> list[Path]:

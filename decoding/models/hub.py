@@ -22,7 +22,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, exists, indexed_files, is_gguf
+from decoding.models.folder import INDEX, indexed_files, is_gguf
+from decoding.models.paths import exists
 
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)(/|$)")

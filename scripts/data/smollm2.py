@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from decoding.errors import UserError
-from decoding.models.folder import exists, read_json, sha256
+from decoding.models.folder import read_json, sha256
 from decoding.models.gguf.file import GgufFile
 from decoding.models.gguf.model import config_of, weights_of
 from decoding.models.gguf.tokenizer import tokenizer_of
 from decoding.models.model_check import check_model
+from decoding.models.paths import exists
 from scripts.from_gguf import DTYPE, SOURCE, convert
 from scripts.usage import show_usage
 

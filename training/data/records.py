@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.models.folder import exists
+from decoding.models.paths import exists
 from training.data.counts import (
     CONVERT,
     NOT_UTF8,

@@ -1,4 +1,7 @@
-"""A GGUF file: metadata by key and tensors by name, with an error for every damaged file."""
+"""A GGUF file: metadata by key, tensors by name and the shape of its model.
+
+Every damaged file has an error.
+"""
 
 import functools
 from collections import Counter
@@ -10,12 +13,22 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.folder import exists
-from decoding.values import ValueRule, quote
+from decoding.models.paths import exists
+from decoding.values import ValueRule, is_text, quote, whole_number
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
+COUNT, TOKEN = whole_number(1), whole_number(0)
+TEXT = ValueRule(is_text, "a string")
+# Hugging Face field -> key of the metadata, without the architecture before it
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
 # what the gguf package raises while it reads a damaged file
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError)
 
@@ -152,3 +165,31 @@ def _damaged(path: Path, error: Exception) -> UserError:
         f"{path} has {path.stat().st_size} bytes and is damaged, incomplete or no GGUF file "
         f"({reason}). Copy or download it again."
     )
+
+
+def shape_of(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of a config.json that models of every architecture have.
+
+    Raises UserError for a missing or invalid value.
+    """
+    kind = file.value("general.architecture", TEXT)
+    sizes = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
+    return {
+        "model_type": kind,
+        "vocab_size": file.shapes().get("token_embd.weight", [0])[0],
+        **{field: file.value(f"{kind}.{SIZES[field]}", COUNT) for field in sizes},
+        **{f"{role}_token_id": token_id(file, role) for role in ("bos", "eos", "pad")},
+    }
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """Return the ids that end a text or a turn of a chat, as far as the file names them."""
+    ids = [token_id(file, role) for role in ("eos", "eot", "eom")]
+    return [one for one in ids if one is not None]
+
+
+def token_id(file: GgufFile, role: str) -> int | None:
+    """Return the id of the bos, eos, unk or pad token, None if the file names none."""
+    names = {"unk": "unknown", "pad": "padding"}
+    key = f"tokenizer.ggml.{names.get(role, role)}_token_id"
+    return file.value(key, TOKEN) if key in file.keys() else None  # noqa: SIM118 (no dict)

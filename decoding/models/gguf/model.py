@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.gguf.file import GgufFile
+from decoding.models.gguf.file import COUNT, SIZES, TEXT, TOKEN, GgufFile, token_id
 from decoding.models.model_check import expected_tensors
-from decoding.values import ValueRule, is_text, number_where, whole_number
+from decoding.values import number_where
 
 ARCHITECTURE = "llama"
-_COUNT, _POSITIVE = whole_number(1), number_where(lambda value: value > 0, "more than 0")
-_TOKEN = whole_number(0)
-_TEXT = ValueRule(is_text, "a string")
+_POSITIVE = number_where(lambda value: value > 0, "more than 0")
 # Hugging Face module -> GGUF tensor
 _MODEL = {
     "model.embed_tokens": "token_embd",
@@ -31,35 +29,6 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Hugging Face field -> key of the metadata, without the architecture before it
-_SIZES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-}
-
-
-def shape_of(file: GgufFile) -> dict[str, Any]:
-    """Return the fields of a config.json that models of every architecture have.
-
-    Raises UserError for a missing or invalid value.
-    """
-    kind = file.value("general.architecture", _TEXT)
-    sizes = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
-    return {
-        "model_type": kind,
-        "vocab_size": file.shapes().get("token_embd.weight", [0])[0],
-        **{field: file.value(f"{kind}.{_SIZES[field]}", _COUNT) for field in sizes},
-        **{f"{role}_token_id": token_id(file, role) for role in ("bos", "eos", "pad")},
-    }
-
-
-def end_tokens(file: GgufFile) -> list[int]:
-    """Return the ids that end a text or a turn of a chat, as far as the file names them."""
-    ids = [token_id(file, role) for role in ("eos", "eot", "eom")]
-    return [one for one in ids if one is not None]
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -68,17 +37,17 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     Raises UserError for another architecture, experts, scaled rotary positions, and a missing or
     invalid value.
     """
-    found = file.value("general.architecture", _TEXT)
+    found = file.value("general.architecture", TEXT)
     if found != ARCHITECTURE:
         raise UserError(
             f"{file.path}: the architecture is '{found}', expected '{ARCHITECTURE}' (Llama and "
             f"models of its form). Use the model's own Hugging Face folder."
         )
     _refuse_variants(file)
-    sizes = {field: file.value(f"{ARCHITECTURE}.{key}", _COUNT) for field, key in _SIZES.items()}
+    sizes = {field: file.value(f"{ARCHITECTURE}.{key}", COUNT) for field, key in SIZES.items()}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    head_dim = file.value(f"{ARCHITECTURE}.attention.key_length", _COUNT, hidden // heads)
-    rope_dim = file.value(f"{ARCHITECTURE}.rope.dimension_count", _COUNT, head_dim)
+    head_dim = file.value(f"{ARCHITECTURE}.attention.key_length", COUNT, hidden // heads)
+    rope_dim = file.value(f"{ARCHITECTURE}.rope.dimension_count", COUNT, head_dim)
     if rope_dim != head_dim:
         raise UserError(
             f"{file.path}: rotary positions cover {rope_dim} of {head_dim} channels of a head, "
@@ -91,7 +60,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": shapes.get("token_embd.weight", [0])[0],
         **sizes,
-        "num_key_value_heads": file.value(f"{ARCHITECTURE}.attention.head_count_kv", _COUNT, heads),
+        "num_key_value_heads": file.value(f"{ARCHITECTURE}.attention.head_count_kv", COUNT, heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -104,13 +73,6 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in shapes,
         **tokens,
     }
-
-
-def token_id(file: GgufFile, role: str) -> int | None:
-    """Return the id of the bos, eos, unk or pad token, None if the file names none."""
-    names = {"unk": "unknown", "pad": "padding"}
-    key = f"tokenizer.ggml.{names.get(role, role)}_token_id"
-    return file.value(key, _TOKEN) if key in file.keys() else None  # noqa: SIM118 (no dict)
 
 
 def weights_of(
@@ -149,14 +111,14 @@ def weights_of(
 
 def _refuse_variants(file: GgufFile) -> None:
     """Raise UserError for experts and for rotary positions that are scaled."""
-    experts = file.value(f"{ARCHITECTURE}.expert_count", whole_number(0), 0)
+    experts = file.value(f"{ARCHITECTURE}.expert_count", TOKEN, 0)
     if experts:
         raise UserError(
             f"{file.path}: the model is a mixture of {experts} experts, expected a dense Llama. "
             f"Use another model."
         )
     for key, kind, plain in (
-        ("scaling.type", _TEXT, "none"),
+        ("scaling.type", TEXT, "none"),
         ("scaling.factor", _POSITIVE, 1.0),
         ("scale_linear", _POSITIVE, 1.0),  # the factor of older files, which llama.cpp reads too
     ):

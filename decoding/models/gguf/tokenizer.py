@@ -8,8 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoding.errors import UserError
-from decoding.models.gguf.file import GgufFile
-from decoding.models.gguf.model import shape_of, token_id
+from decoding.models.gguf.file import GgufFile, shape_of, token_id
 from decoding.models.text.tokenizer_repair import PROBES, differences, frame
 from decoding.values import ValueRule, is_text
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.models.gguf.file import read_gguf
-from decoding.models.gguf.model import shape_of
+from decoding.models.gguf.file import read_gguf, shape_of
 from decoding.models.llama_cpp.context import CACHE_TYPES, Model
 from decoding.models.llama_cpp.library import Library, load_library
 from decoding.models.llama_cpp.target import LlamaCppTarget

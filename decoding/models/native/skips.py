@@ -1,12 +1,16 @@
 """Sub-layers that a view of a native target leaves out."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from decoding.models.native.weights import Layer
+if TYPE_CHECKING:
+    from decoding.models.native.weights import Layer
 
 # (index in the cache, weights, whether attention runs, whether the MLP runs) of a layer
-KeptLayer = tuple[int, Layer, bool, bool]
+KeptLayer = tuple[int, "Layer", bool, bool]
 
 
 @dataclass(frozen=True)
