@@ -54,6 +54,7 @@ class Served:
     prompts: list[list[int]]
     answers: list[list[int]]
     ended: list[bool]  # whether a stop token ends the answer
+    rounds: int  # of all answers
     tests: Tests
     # (prompt, index in the answer) -> the first token that a round drafted there
     first: dict[tuple[int, int], int]
@@ -65,9 +66,7 @@ class Served:
     @property
     def tau(self) -> float:
         """Return the block efficiency."""
-        ends_E = ~self.tests.accepted_E
-        rounds = int(ends_E.sum()) or 1
-        return sum(map(len, self.answers)) / rounds
+        return sum(map(len, self.answers)) / self.rounds
 
     @property
     def previous_E(self) -> np.ndarray:
@@ -101,6 +100,7 @@ def serve(
         prompts,
         [one.tokens for one in done],
         [one.finish == "stop" for one in done],
+        sum(one.rounds for one in done),
         Tests(*(np.concatenate(column) for column in zip(*tests, strict=True))),
         first.found,
     )

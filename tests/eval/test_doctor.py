@@ -80,6 +80,7 @@ def test_no_fault_is_named_on_a_noisy_copy_with_its_training(tmp_path: Path) -> 
     unknown = [cause for cause, state in states.items() if state == "unknown"]
     assert unknown == ["engine"], states
     assert found.acceptance.value > 0.8
+    assert 1 < found.tau <= 5, "4 drafted tokens and the target's"
 
 
 @pytest.mark.parametrize(("trained", "served"), [(1.0, 0.0), (0.0, 1.0)])
