@@ -129,7 +129,7 @@ def check_on_policy(subject: Subject) -> Finding:
     )
     agree = float((found.best_N == found.label_N).mean())
     words = (
-        f"its answers are {excess.value:+.2f} nats a token less likely than the target's own "
+        f"its answers are {excess.value:.2f} nats a token less likely than the target's own "
         f"({agree:.0%} of tokens its likeliest)"
     )
     if not is_sure(excess, LEAST_EXCESS):
