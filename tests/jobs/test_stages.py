@@ -53,7 +53,7 @@ def stage_config(*arguments: Any, **named: Any) -> Any:
         (
             TrainConfig,
             PruneConfig,
-            {"target", "student", "data", "parallel", "tracker", "assumed_tflops"}
+            {"target", "student", "data", "parallel", "tracker", "assumed_tflops", "doctor"}
             | {
                 f"loop.{name}"
                 for name in ("micro_batch_tokens", "dtype", "activation_checkpointing")
