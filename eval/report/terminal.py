@@ -134,8 +134,8 @@ def _print_table(console: Console, table: Table) -> None:
             body.add_row(*map(Text, texts), style=STYLES[mark])
         console.print(body)
     if layout.left_out:
-        left_out = f"not shown here, but on the page: {', '.join(layout.left_out)}"
-        console.print(Text(left_out, "dim"))
+        names = ", ".join(layout.left_out)
+        console.print(Text(f"left out to fit the terminal, but in the run's files: {names}", "dim"))
 
 
 def _rich_table(layout: Layout) -> RichTable:
