@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter
 from decoding.rounds.stats import LOOPING_BELOW, Generation, distinct_n
 from eval.logged.replay import FIXED, Replay
@@ -48,7 +49,7 @@ class ReplayRow:
     tau_low: float | None
     tau_high: float | None
     # cost ratio below which drafting pays if verification costs as much as one token (V = 1): an
-    # upper bound; None: the drafter has no model
+    # upper bound; None: the drafter has no model, or looks up some of its drafts
     break_even_cost_ratio: float | None
     distinct_4: float  # mean over outputs
     headline_prompts: int  # outputs that do not loop: distinct-4 >= 0.5
@@ -149,8 +150,8 @@ def _counts(generations: Sequence[Generation]) -> tuple[list[int], list[int]]:
 
 
 def _break_even(drafter: Drafter, tau: float, drafted: float, gamma: int) -> float | None:
-    """Return the cost ratio c at which tau / (steps c + 1) is 1."""
-    if not drafter.num_parameters:
+    """Return the cost ratio c at which tau / (steps c + 1) is 1; None if the steps are unknown."""
+    if not drafter.num_parameters or isinstance(drafter, LookupFirst):
         return None
     steps = {"round": 1.0}.get(drafter.capabilities.steps, drafted)
     if drafter.capabilities.shape == "tree":

@@ -89,6 +89,7 @@ def test_a_replay_equals_the_evaluation_that_wrote_the_log(evaluated: Path) -> N
         (replayed["shallow"].tau - 1) / replayed["shallow"].drafted
     )
     assert replayed["prompt_lookup"].break_even_cost_ratio is None
+    assert replayed["first"].break_even_cost_ratio is None
 
 
 def test_control_another_text_gives_other_rounds(evaluated: Path) -> None:
