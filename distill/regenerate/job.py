@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.models.folder import hash_input
+from decoding.models.folder import hash_input, is_gguf
 from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from distill.config import RegenerateConfig
@@ -50,7 +50,7 @@ def run(config: RegenerateConfig) -> Path:
         dry_run(config)
         return artefact
     target_folder = find_target_folder(config.target, dry_run=False, weights=not config.server)
-    if not config.server:
+    if not config.server and not is_gguf(target_folder):
         check_model(target_folder)
     processes = count_processes(config.parallel)
     if processes > 1:
