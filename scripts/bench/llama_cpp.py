@@ -1,4 +1,4 @@
-"""A GGUF file in our loop beside llama.cpp's own server: plain decoding, and the best drafts of each.
+"""A GGUF file in our loop beside llama.cpp's own server: plain, and with the best drafts of each.
 
     python scripts/bench/llama_cpp.py target=SmolLM2.Q4_1.gguf drafters=[PRUNED,prompt_lookup] \\
       their_drafter=FULL prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
@@ -7,8 +7,8 @@ Both sides run the same file with the same cache, threads and prompts, one promp
 times include the prompts. On `choosing_prompts` every way to draft runs once with every length, and
 each side's fastest is chosen. Then plain and chosen ways take turns on the other prompts, each in
 `rounds` rounds, of which the median counts. The server drafts with `their_drafter` and with its own
-n-gram lookup; where it samples, it accepts a token that equals the one it samples, and ours tests it
-by p / q. The machine must be idle, which is checked first.
+n-gram lookup. Where it samples, it accepts a drafted token that equals the one it samples; ours
+tests the token by p / q. The machine must be idle, which is checked first.
 """
 
 import dataclasses
@@ -122,7 +122,9 @@ def their_sides(
             methods[f"llama.cpp, {model.name} {length}"] = Method(
                 "draft_model", str(model.resolve()), length
             )
-    return {name: their_side(chosen, one, max_length, folder, stack) for name, one in methods.items()}
+    return {
+        name: their_side(chosen, one, max_length, folder, stack) for name, one in methods.items()
+    }
 
 
 def their_side(
@@ -155,7 +157,7 @@ def their_side(
 def measure(
     sides: dict[str, Side], prompts: Sequence[list[int]], samplings: Sequence[Sampling], rounds: int
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """Return side -> the tokens of each prompt's answer, and its seconds, the median of all rounds."""
+    """Return side -> the tokens of each answer, and its seconds, the median of all rounds."""
     names = list(sides)
     tokens: dict[str, list[int]] = {name: [0] * len(prompts) for name in names}
     times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
@@ -170,9 +172,7 @@ def measure(
                 tokens[name][place] = len(answer)
                 times[name][place].append(seconds)
         print(f"  round {again + 1}/{rounds}", file=sys.stderr, flush=True)
-    return {
-        name: (tokens[name], [statistics.median(row) for row in times[name]]) for name in names
-    }
+    return {name: (tokens[name], [statistics.median(row) for row in times[name]]) for name in names}
 
 
 def rates(found: dict[str, tuple[list[int], list[float]]]) -> dict[str, float]:
@@ -189,7 +189,11 @@ def fastest(speeds: dict[str, float], side: str) -> str:
 
 
 def compare(
-    chosen: Options, sides: dict[str, Side], prompts: list[list[int]], stops: tuple[int, ...], heat: float
+    chosen: Options,
+    sides: dict[str, Side],
+    prompts: list[list[int]],
+    stops: tuple[int, ...],
+    heat: float,
 ) -> dict[str, object]:
     """Print and return the speeds at one temperature, and the ratios of ours to llama.cpp's."""
     samplings = [

@@ -387,4 +387,3 @@ def test_stops_single_tokens_and_batches(stories260k: Path, places: Path) -> Non
         Settings(max_new_tokens=30, num_draft_tokens=4, stopping="fixed", stop_token_ids=(stop,)),
     )
     assert stopped.tokens == text[: text.index(stop) + 1]
-    assert target.lengths_B == []

@@ -44,6 +44,9 @@ class Fake:
     def llama_log_set(self, keep: Any, _data: None) -> None:
         self.keep = keep
 
+    def llama_model_default_params(self) -> Any:
+        return SimpleNamespace()
+
     def llama_model_load_from_file(self, _path: bytes, _settings: Any) -> Any:
         for level, text in self.logged:
             self.keep(level, text, None)

@@ -7,7 +7,7 @@ part where the two best tokens are close: closer than twice the rounding that is
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,8 +22,6 @@ from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.models.gguf.writer import write_gguf
 from decoding.models.llama_cpp.library import load_library
-from decoding.models.load import load_target
-from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 
@@ -31,8 +29,8 @@ from .test_real_models import chats
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.engines
-SETTINGS = Settings(max_new_tokens=48, stopping="fixed", num_draft_tokens=3, ignore_eos=True)
-PROMPTS = 8
+SETTINGS = Settings(max_new_tokens=32, stopping="fixed", num_draft_tokens=3, ignore_eos=True)
+PROMPTS = 6
 DTYPE = "float16"  # of the cache, llama.cpp's own default
 
 
@@ -46,9 +44,7 @@ class Own(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["q4_1", "bfloat16"])
-def own(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Own:
+def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Own:
     """Skip where llama-cpp-python is missing."""
     try:
         load_library()

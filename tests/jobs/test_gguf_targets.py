@@ -1,6 +1,5 @@
 """Jobs that decode take a GGUF file as the target; the others refuse it and name the conversion."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,12 @@ def test_the_doctor_names_the_conversion(file: Path, embedded_target: Path) -> N
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "openvino"])
 def test_engines_without_gguf_are_refused(engine: str, file: Path, tmp_path: Path) -> None:
-    cfg = configured("eval.run", file, tmp_path, f"engine=[ours,{engine}]")
+    cfg = configured("eval.run", file, tmp_path, f"engine=[ours,{engine}]", "max_seconds=0")
     with pytest.raises(UserError, match=f"engine has {engine}, which reads no GGUF file"):
         check_engines(cfg)
-    check_engines(configured("eval.run", file, tmp_path, "engine=[ours,llama_cpp]"))
+    check_engines(
+        configured("eval.run", file, tmp_path, "engine=[ours,llama_cpp]", "max_seconds=0")
+    )
 
 
 def test_a_missing_file_is_not_looked_for_on_the_hub() -> None:
@@ -87,9 +88,7 @@ def test_jobs_that_decode_take_the_file(job: str, file: Path, tmp_path: Path) ->
 
 @pytest.mark.engines
 @pytest.mark.usefixtures("library")
-def test_answers_are_those_of_the_folder(
-    file: Path, embedded_target: Path, tmp_path: Path
-) -> None:
+def test_answers_are_those_of_the_folder(file: Path, embedded_target: Path, tmp_path: Path) -> None:
     """In float32 the file's answers are the folder's."""
     answers = [
         (Path(run("distill.regenerate", model, tmp_path / name, "temperature=0"))).read_text()
