@@ -29,6 +29,7 @@ from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
 from eval.statistics.engine_row import EngineRow
 from eval.statistics.lossless import LOSSY
+from eval.statistics.metrics import MIN_PROMPTS
 from eval.statistics.rows import samples_of
 from eval.statistics.schema import Row, main_rows
 from jobs.drafter_use import ALONE
@@ -156,16 +157,21 @@ def comparison_page(
 def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a headline card for the best row under each condition, measured on a wall clock.
 
-    Lossy rows have none. Drafters without a model count only if there is no other.
+    Lossy rows have none. Drafters without a model count only if there is no other. If the prompts
+    that do not loop are too few for an interval, all prompts count.
     """
     lossless = [row for row in shown if row.lossless != LOSSY]
     ranked = [row for row in lossless if row.schedule not in (ALONE, *VIRTUAL)]
     models = [row for row in ranked if row.drafter_parameters] or ranked
     cards = []
     for label, rivals in evaluation_tables.by_condition(models).items():
-        best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
+        everything = all(row.headline_prompts < MIN_PROMPTS for row in rivals)
+        speeds = [counted_speedup(row, everything) for row in rivals]
+        best, _ = max(
+            zip(rivals, speeds, strict=True), key=lambda one: one[1].value if one[1] else 0.0
+        )
         group = [row for row in ranked if row.condition_label == label]
-        card = _card(label, text.drafter_label(best), best, len(rivals), group)
+        card = _card(label, text.drafter_label(best), best, len(rivals), group, everything)
         if card["tone"] == "good" and text.disturbance(shown):
             card["tone"] = ""  # a win on a busy machine is not coloured
         cards.append(card)

@@ -16,6 +16,7 @@ from eval.report.evaluation_plots import speedup_by_gamma
 from eval.report.page import evaluation_page as page
 from eval.report.plots import drafter_styles
 from eval.report.terminal import print_evaluation
+from eval.statistics.metrics import MIN_PROMPTS
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
 from tests.support.tiers import tiered
@@ -186,11 +187,21 @@ def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
 
 
 def test_a_single_prompt_is_not_plural(rows, records, html):
-    one = [dataclasses.replace(row, headline_prompts=1) for row in rows]
-    assert "\n1 prompt whose text does not loop" in page(one, records, PROVENANCE)
     assert "prompts whose text does not loop" in html
-    single = [dataclasses.replace(row, prompts=1, prompts_asked=1) for row in one]
+    single = [
+        dataclasses.replace(row, prompts=1, prompts_asked=1, headline_prompts=1) for row in rows
+    ]
     assert "\nAll 1 prompt; no text" in page(single, records, PROVENANCE)
+
+
+def test_a_headline_over_too_few_prompts_that_do_not_loop_counts_all(rows, records):
+    for count, shows in ((MIN_PROMPTS - 1, False), (MIN_PROMPTS, True)):
+        few = [
+            dataclasses.replace(row, headline_prompts=count, headline_speedup=9.0) for row in rows
+        ]
+        html = page(few, records, PROVENANCE)
+        assert ("9.00×" in html) == shows
+        assert (" prompts, loops included." in html) != shows
 
 
 def test_a_benchmark_of_any_name_is_named_once(rows, records):
