@@ -63,10 +63,11 @@ def with_rule(rule: str, **fields: object) -> AnySettings:
 
 
 @lru_cache
-def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
+def models(execution: str = "eager") -> tuple[NativeTarget, NativeTarget, NativeTarget]:
     """Return the target, its copy and the draft model, in float64."""
     model = hf_model("llama", layers=2)
-    return native_of(model), native_of(model), native_of(model, noise=DISTURBANCE)
+    target, twin = (native_of(model, execution=execution) for _ in range(2))
+    return target, twin, native_of(model, noise=DISTURBANCE, execution=execution)
 
 
 @lru_cache
@@ -131,6 +132,18 @@ def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper:
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     other = plain_of(random_prompts(16), replace(settings, seed=12))
     assert [g.tokens for g in other] != [g.tokens for g in plain], "the seed has no effect"
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@by_row
+def test_laws_1_and_2_hold_over_the_fused_step(row: DrafterRow, rule: str) -> None:
+    """Compare with the eager target's text, in float64, where both round alike but for near ties."""
+    prompts = random_prompts(6)
+    settings = with_rule(rule, max_new_tokens=24, num_draft_tokens=row.gamma or 4)
+    plain = plain_of(prompts, settings)
+    kit = Kit(*models("fused"), [g.tokens for g in plain])
+    drafted = decode(models("fused")[0], row.make(kit), prompts, settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
 @by_rule
