@@ -103,16 +103,16 @@ def examine(
 ) -> Page:
     """Examine the data and the tokenizer of a training.
 
-    model: what is trained, whose checkpoints need disk space. stops: token ids that end an answer.
-    folder: the run folder. flops_per_token: of a training step, the target's included. printed:
-    lines that were printed before, for the page.
+    model: what is trained, whose checkpoints need disk space. stops: token ids that end an answer
+    of the target; empty if no drafter is trained. folder: the run folder. flops_per_token: of a
+    training step, the target's included. printed: lines that were printed before, for the page.
     """
     number = _typical(data.samples)
     sample = data.samples[number]
     supervised = int(np.count_nonzero(sample.mask))
     checks, warnings = {}, []
     for subject, (found, wrong) in (
-        ("mask", _check_mask(data, config.data)),
+        ("mask", _check_mask(data, config.data, bool(stops))),
         ("ends", _check_ends(data.samples, tokenizer, stops)),
         ("tokenizer", _check_tokenizer(tokenizer)),
         ("template", _check_template(tokenizer, config.data)),
@@ -249,10 +249,10 @@ def _typical(samples: Sequence[Sample]) -> int:
     return int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
 
 
-def _check_mask(data: PackedData, config: DataConfig) -> tuple[str, str]:
+def _check_mask(data: PackedData, config: DataConfig, drafts: bool) -> tuple[str, str]:
     share = data.supervised / max(data.tokens, 1)
     found = f"{share:.0%} of {data.tokens:,} tokens supervised"
-    if config.train_on == "all" and config.chats:
+    if drafts and config.train_on == "all" and config.chats:
         return found, (
             "data.train_on=all supervises the user's turns too, which a drafter never drafts. Set "
             "data.train_on=answers"
