@@ -301,6 +301,7 @@ def test_the_job_writes_its_page_and_shows_it_again(
     assert "no fault found" in first and "by depth" in first
     html = (folder / "doctor.html").read_text()
     assert "no fault found" in html and "http" not in html
+    assert html.count('data-word="expected"') > html.count('<td class="words">not checked') > 0
     record = json.loads((folder / "doctor.json").read_text())
     assert record["first_cause"] == "" and record["tests"] > 0
     run(config)
