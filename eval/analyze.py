@@ -161,8 +161,10 @@ def lines(one: Analyzed) -> list[str]:
 def _acceptance(one: Analyzed) -> list[str]:
     """Return a line on the acceptance rate, if the draft length is known."""
     tested_D, accepted_D = metrics.add_by_depth(one.tested), metrics.add_by_depth(one.accepted)
+    assumed = ""
     if not one.tested and one.num_draft_tokens:
         gamma = one.num_draft_tokens
+        assumed = f" (if every round drafted {gamma} tokens, which lookups do not)"
         depths = [emitted - 1 for output in one.outputs for emitted in output.emitted]
         accepted_D = [sum(depth >= k for depth in depths) for k in range(1, gamma + 1)]
         tested_D = [len(depths), *accepted_D[:-1]]
@@ -171,7 +173,7 @@ def _acceptance(one: Analyzed) -> list[str]:
     by_depth = rates(metrics.alpha_by_depth(tested_D, accepted_D))
     return [
         f"  acceptance rate alpha: {number(metrics.alpha(tested_D, accepted_D), 4)}; by depth "
-        f"{by_depth}"
+        f"{by_depth}{assumed}"
     ]
 
 

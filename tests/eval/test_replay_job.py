@@ -321,7 +321,7 @@ def test_a_published_file_is_analyzed(tmp_path: Path) -> None:
     assert "Average tokens matched per dataset: 3.0000" in text
     assert "accepted drafts: 2.0000 a round" in text and "drafted: 66.7%" in text
     # tested 5, 4, 3, 2 and accepted 4, 3, 2, 1 at depths 1 to 4
-    assert "alpha: 0.7143; by depth 0.80 0.75 0.67 0.50" in text
+    assert "alpha: 0.7143; by depth 0.80 0.75 0.67 0.50 (if every round drafted 4 tokens" in text
     # differences 2, 5, 1 (a new prompt), 4, and the last one again
     assert "the published script prints 3.2000 for the dataset" in text
     (unknown,) = read(path)
