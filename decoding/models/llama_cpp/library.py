@@ -51,7 +51,7 @@ def _load() -> Library:
         raise UserError(
             f"GGUF models run in llama.cpp through llama-cpp-python, which {found}. Run {INSTALL}."
         ) from error
-    except (OSError, RuntimeError, AttributeError) as error:  # a library that does not load
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # it does not load
         raise UserError(
             f"llama-cpp-python cannot load llama.cpp's library ({' '.join(str(error).split())}). "
             f"Install it again: pip install --force-reinstall --no-cache-dir llama-cpp-python."

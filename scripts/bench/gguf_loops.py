@@ -1,6 +1,6 @@
 """A GGUF file in our loop beside llama.cpp's own server: plain, and with the best drafts of each.
 
-    python scripts/bench/llama_cpp.py target=SmolLM2.Q4_1.gguf drafters=[PRUNED,prompt_lookup] \\
+    python scripts/bench/gguf_loops.py target=SmolLM2.Q4_1.gguf drafters=[PRUNED,prompt_lookup] \\
       their_drafter=FULL prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
 
 Both sides run the same file with the same cache, threads and prompts, one prompt at a time, and
@@ -64,7 +64,7 @@ class Options(common.BenchOptions):
     max_new_tokens: int = 64  # of an answer
     rounds: int = 3  # rounds of measurement
     busy: bool = False  # measure on a machine that is not idle too
-    name: str = "llama_cpp"  # name of the results file
+    name: str = "gguf_loops"  # name of the results file
 
 
 # prompt ids and sampling -> tokens, seconds
