@@ -146,7 +146,8 @@ def print_figures(
     drawn = (
         "the server returns no token ids"
         if share is None
-        else f"{share:.1%} are tokenized back into the generated tokens"
+        else f"{share:.1%} are tokenized back into the generated tokens, the others into other "
+        f"tokens of the same text"
     )
     per_forward = "" if efficiency is None else f"{efficiency:.2f} tokens per target forward; "
     print("\n".join(found.account.lines()))
