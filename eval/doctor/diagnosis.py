@@ -171,7 +171,7 @@ def _bound(subject: Subject, findings: Sequence[Finding]) -> str:
     if new_text.loss is not None:
         most = max(new_text.loss.value, 0.0)
         parts.append(
-            f"More training chats can add about {most:.2f}, by which the drafter is better on "
+            f"More training chats can add at most {most:.2f}, by which the drafter is better on "
             f"those that it was trained on. The rest needs longer training or a larger drafter."
         )
     elif new_text.state != FAULT:
