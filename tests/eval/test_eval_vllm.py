@@ -1,5 +1,6 @@
 """Real runs of vLLM beside our own loop, and controls of folders that it reads wrongly."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
+from decoding.models.folder import read_json
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.engines.agreement import AGREES, DIFFERS, NOT_COMPARED
 from eval.run import run
@@ -154,7 +156,10 @@ def test_control_a_folder_that_vllm_reads_wrongly_differs(vllm_home, tmp_path):
 @pytest.mark.engines
 def test_a_drafter_that_vllm_refuses_is_named_with_its_words(vllm_home, tmp_path):
     cfg = vllm_config(vllm_home, "refused")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(UserError, match=r"(?s)engine=vllm, drafters: noisy .* the engine failed"):
-        swap_folder(cfg, tmp_path / "swapped", empty)
+    strange = tmp_path / "strange"
+    shutil.copytree(vllm_home / "noisy", strange)
+    config = read_json(strange / "config.json") | {"model_type": "no_such_model"}
+    (strange / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = r"(?s)engine=vllm, drafters: noisy .* failed with draft_model .*no_such_model"
+    with pytest.raises(UserError, match=words):
+        swap_folder(cfg, tmp_path / "swapped", strange)
