@@ -300,8 +300,11 @@ def report(share: float, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[
     samples = [with_answer(prompts[number], answer) for number, answer in enumerate(answers)]
     models = (student, teacher)
     data = add_student_rows(data, *models, config, parallel, (STOP,))
-    found = report_texts(data, *models, samples, config, parallel)
-    return capsys.readouterr().out, found
+    printed: list[str] = []
+    found = report_texts(data, *models, samples, config, parallel, printed)
+    words = capsys.readouterr().out
+    assert "".join(printed) in words
+    return words, found
 
 
 def test_the_texts_are_reported_before_the_first_step(capsys: pytest.CaptureFixture[str]):
