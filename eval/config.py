@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -148,6 +148,8 @@ class CompareConfig(JobConfig):
 @dataclass
 class ReplayConfig(JobConfig):
     """Replay of drafters on logged outputs of a target, which is not loaded."""
+
+    OPTIONAL_PATHS: ClassVar[tuple[str, ...]] = ("benchmark.path",)  # logs may hold the prompts
 
     # logged outputs: tensors as text, JSON lines, chats, responses of vLLM or OpenAI's API, or a
     # run folder of eval.run

@@ -28,6 +28,7 @@ class JobConfig:
     # Stages inherit these (jobs/inheritance.py).
     SHARED: ClassVar = ("seed", "dry_run", "threads")
     UNREAD: ClassVar[tuple[str, ...]] = ()  # keys that the job ignores: they may differ on resume
+    OPTIONAL_PATHS: ClassVar[tuple[str, ...]] = ()  # paths that may be empty
 
     # module that runs this configuration, such as distill.train
     job: str = MISSING

@@ -58,7 +58,7 @@ def check_job(config: Any) -> None:
     processes = RULES["processes"]
     for path, value in leaves(plain(config)):
         key = ".".join(path)
-        if key in PATHS and not str(value).strip():
+        if key in PATHS and key not in config.OPTIONAL_PATHS and not str(value).strip():
             raise UserError(f"{key} is {value!r}, expected {PATHS[key]}")
         if path[-1] in ENTRIES and isinstance(value, list):
             _refuse_empty_entries(key, value, ENTRIES[path[-1]])
