@@ -39,9 +39,9 @@ class Options(common.BenchOptions):
     target: str = "embedded:target"  # model folder
     drafter: str = ""  # model folder of the chain; empty: the target itself
     prompts: str = "embedded:prompts"  # prompts that the target answers
-    max_prompts: int = 96
+    max_prompts: int = 96  # prompts that are answered
     max_new_tokens: int = 96  # of an answer
-    num_draft_tokens: int = 4
+    num_draft_tokens: int = 4  # draft length
     dtype: str = "float32"  # of both models
     execution: str = "auto"  # of the drafter
     rounds: int = 5  # rounds of measurement

@@ -1,5 +1,6 @@
 """Stages of an experiment: inherited keys and overrides."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ OTHERS = [
     "data.texts=[a.txt]",
     "data.mixing=loss",
     "data.max_samples=70",
+    "from_drafter=old",
 ]
 
 
@@ -126,7 +128,7 @@ def find_needless_keys(name: str, more: dict[str, list[str]]) -> set[str]:
     Asserts that all stages and members have different folders.
     """
     job, found = RECIPES[name], set()
-    fits = [text for text in OTHERS if text.split(".")[0] in vars(schema_of(job)())]
+    fits = [text for text in OTHERS if re.split("[.=]", text)[0] in vars(schema_of(job)())]
     config, composed = experiment(job, f"+experiment={name}", *GIVEN.get(job, []), *fits)
     for one, overrides in more.items():
         composed.stage_overrides[one] += overrides
