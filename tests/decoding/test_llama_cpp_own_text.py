@@ -147,12 +147,14 @@ def test_drafted_text_differs_at_close_tokens_alone(own: Own, limit: float, kind
 
 def test_control_a_wrong_token_is_noticed(own: Own, limit: float) -> None:
     """Replace the token with the widest gap by the second best."""
+    places = [(row, at) for row in range(PROMPTS) for at in range(0, SETTINGS.max_new_tokens, 2)]
     scores = [
-        choice_scores(own.target, [*own.prompts[0], *own.texts[0][:at]], SETTINGS, 0)
-        for at in range(16)
+        choice_scores(own.target, [*own.prompts[row], *own.texts[row][:at]], SETTINGS, 0)
+        for row, at in places
     ]
-    at = max(range(16), key=lambda place: top_two_gap(scores[place]))
-    wrong = [*own.texts[0]]
-    wrong[at] = int(scores[at].topk(2).indices[1])
+    (row, at), best = max(zip(places, scores, strict=True), key=lambda one: top_two_gap(one[1]))
+    print(f"{own.file.stem}: widest gap {top_two_gap(best):.3f}, limit {limit:.3f}")
+    wrong = [[*text] for text in own.texts]
+    wrong[row][at] = int(best.topk(2).indices[1])
     with pytest.raises(AssertionError):
-        gaps(own, [wrong, *own.texts[1:]], limit)
+        gaps(own, wrong, limit)
