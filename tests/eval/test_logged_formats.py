@@ -248,7 +248,7 @@ WRONG: dict[str, str] = {
 def test_a_malformed_log_is_refused_with_its_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad"
     if content.startswith('{"messages'):
-        path = tmp_path / "bad.jsonl"  # chats are told apart by their suffix too
+        path = tmp_path / "bad.jsonl"  # the suffix decides whether a file holds chats
     path.write_text(content)
     with pytest.raises(UserError, match=WRONG[content]):
         read_log(str(path))
