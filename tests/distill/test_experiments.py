@@ -1,43 +1,21 @@
 """Test experiments of several stages at toy size, run from the command line."""
 
-import functools
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from decoding.errors import UserError
 from distill.config import TrainConfig
-from jobs.composing import CONF, compose_job
-from jobs.config import typed
+from jobs.composing import CONF
 from jobs.job import register
-from jobs.schemas import schema_of
-from jobs.stages import check_required_settings, compose_stage
-from tests.support import planted
+from tests.support.experiments import compose_stages
 from tests.support.forks import succeed
 from tests.support.tiers import tiered
 from training.config import LoopConfig
-
-
-@functools.cache  # tests only read the result
-def compose_stages(
-    experiment: str, *given: str, job: str = "distill.train"
-) -> tuple[Any, dict[str, Any]]:
-    """Return an experiment's configuration, and the configuration of each of its stages by name.
-
-    Of a stage that is a sweep, the last member is returned.
-    """
-    composed = compose_job(
-        job, schema_of(job), [f"+experiment={experiment}", "output_dir=/run", *given]
-    )
-    config: Any = typed(composed, schema_of(job))
-    stages = {name: compose_stage(name, config, composed) for name in config.stages}
-    return config, {name: typed(stage.members[-1], stage.schema) for name, stage in stages.items()}
 
 
 def run_job(*arguments: str, job: str = "distill.train") -> str:
@@ -430,64 +408,3 @@ def test_a_dry_run_of_a_recipe_needs_neither_weights_nor_data(
         (tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text()
     )
     assert config["head_dim"] == 128
-
-
-@pytest.mark.parametrize(
-    ("job", "start"),
-    [("distill.train", "student"), ("recurrent_drafting.train", "head"), ("heads.train", "head")],
-)
-def test_retargeting_continues_the_old_drafter_with_every_trainer(job: str, start: str):
-    given = ("from_drafter=/old", "adapter_rank=64", "target.path=/new")
-    _, stages = compose_stages("retarget", *given, job=job)
-    assert list(stages) == ["distill.regenerate", job, "eval.run", "eval.compare"]
-    trainer = stages[job]
-    assert getattr(trainer, start).path == trainer.from_drafter == "/old"
-    assert trainer.adapter_rank == 64
-    assert trainer.data.chats == ["/run/distill.regenerate/chats.json"]
-    old, new = stages["eval.run"].drafters
-    assert (old["use"], new["use"]) == ("/old", f"/run/{job}/drafter")
-    assert old["any_target"] and "any_target" not in new
-    assert {stages[name].target.path for name in (job, "distill.regenerate", "eval.run")} == {
-        "/new"
-    }
-
-
-def test_retargeting_without_an_old_drafter_is_refused():
-    with pytest.raises(
-        UserError, match="from_drafter is empty, but experiment 'retarget' needs it"
-    ):
-        check_required_settings(
-            compose_job("distill.train", TrainConfig, ["+experiment=retarget", "output_dir=/run"])
-        )
-
-
-@pytest.mark.long
-def test_a_head_is_retargeted_from_the_command_line(tmp_path: Path):
-    """Check every stage: the old head is measured on the new target, and so is the new one."""
-    model = planted.noisy(planted.MODELS / "target", 0.05)
-    model.config.max_position_embeddings = 512  # the recipe's answers have up to 192 tokens
-    tuned = planted.write_model(tmp_path / "tuned", model)
-    prompts = planted.write_prompts(tmp_path / "prompts.jsonl", planted.shuffled())
-    run_job(
-        "head=eagle3",
-        "+experiment=retarget",
-        f"target.path={tuned}",
-        "target.device=cpu",
-        f"from_drafter={planted.MODELS / 'eagle3'}",
-        f"data.chats=[{planted.write_chats(tmp_path / 'chats.json')}]",
-        "data.max_length=256",
-        f"held_out.prompts={prompts}",
-        "held_out.max_new_tokens=16",
-        "held_out.costs=none",
-        f"benchmark_prompts={prompts}",
-        "adapter_rank=4",
-        "loop.max_seconds=0",
-        "loop.max_steps=3",
-        "loop.tokens_per_step=512",
-        "loop.micro_batch_tokens=512",
-        f"output_dir={tmp_path / 'run'}",
-        job="heads.train",
-    )
-    rows = [json.loads(line) for line in (tmp_path / "run/eval.run/results.jsonl").open()]
-    assert {"old", "retargeted"} <= {row["drafter"] for row in rows}
-    assert (tmp_path / "run" / "eval.compare" / "comparison.html").is_file()
