@@ -1,13 +1,15 @@
 """Time the parts of a round, back to back in one process at the shapes of real decoding.
 
 The results are medians after a warm-up. Widths and draft steps take turns, so other processes
-disturb them equally. Draft steps are timed several in a row, as in a chain: the first one finds the
-target's weights in the caches, the others the drafter's.
+disturb them equally. What a forward finds in the processor's caches is what it finds while decoding:
+a forward over one token follows another one, as without a drafter, and every wider one follows draft
+steps. Draft steps are timed several in a row, as in a chain: the first one finds the target's weights
+in the caches, the others the drafter's.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 
@@ -123,26 +125,33 @@ def time_parts(
         inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
         seconds: dict[int, list[float]] = {n: [] for n in sizes}
         draft_seconds: dict[int, list[float]] = {n: [] for n in step_kinds}
-        order = deque(step_kinds)
-        for _ in range(warmup + repeats):
-            for frontier in order:
-                assert drafter is not None
-                # every frontier should find the same target weights in the caches
-                if len(step_kinds) > 1:
-                    target.forward(inputs[1], None, taps)
-                devices.synchronize(target.device)
-                draft_seconds[frontier].append(_step_seconds(drafter, frontier, target.device))
-            order.rotate(-1)  # the first frontier follows a wide forward
-            for n in sizes:
-                devices.synchronize(target.device)
-                began = perf_counter()
-                target.forward(inputs[n], None, taps)
-                devices.synchronize(target.device)
-                seconds[n].append(perf_counter() - began)
-    by_frontier = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}
+        frontiers = cycle(step_kinds)
+        verified = sizes[1:] or sizes
+
+        def forward_seconds(n: int) -> float:
+            devices.synchronize(target.device)
+            began = perf_counter()
+            target.forward(inputs[n], None, taps)
+            devices.synchronize(target.device)
+            return perf_counter() - began
+
+        for repeat in range(warmup + repeats):
+            if repeat == warmup:
+                for taken in (*seconds.values(), *draft_seconds.values()):
+                    taken.clear()
+            forward_seconds(1)
+            seconds[1].append(forward_seconds(1))
+            for n in islice(cycle(verified), max(len(verified), len(step_kinds))):
+                if drafter is not None:
+                    frontier = next(frontiers)
+                    draft_seconds[frontier].append(_step_seconds(drafter, frontier, target.device))
+                after_drafts = forward_seconds(n)
+                if n > 1:
+                    seconds[n].append(after_drafts)
+    by_frontier = {n: 1e3 * median(taken) for n, taken in draft_seconds.items()}
     return Parts(
         by_frontier[max(by_frontier)] if by_frontier else None,
-        {n: 1e3 * median(seconds[n][warmup:]) for n in sizes},
+        {n: 1e3 * median(seconds[n]) for n in sizes},
         length,
         batch_size,
         by_frontier if len(by_frontier) > 1 else {},

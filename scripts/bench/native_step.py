@@ -4,10 +4,12 @@
     python scripts/bench/native_step.py target=models/smollm2_135m drafter=FOLDER temperature=1
 
 A forward reads `tokens` new tokens in each of `rows` rows after `past` committed ones. A chain is a
-draft of `gammas` tokens for one row: fused, it is one call of C++. A round drafts such a chain and
-verifies it, and its rest is what it takes besides the chain and the forward. All sides take turns
-in every round of measurement, and the medians count. The code of another revision is measured by
-the same command in a checkout of it, if it has this script.
+draft of `gammas` tokens for one row: fused, it is one call of C++. Forward, chain and verification
+(the forward over gamma + 1 tokens) are repeated back to back, so they find their weights in the
+caches. A round drafts such a chain and verifies it; its rest is timed in the same rounds: what they
+take outside the drafter's proposal and the target's forward. All sides take turns in every round of
+measurement, and the medians count. The code of another revision is measured by the same command in
+a checkout of it, if it has this script.
 """
 
 import statistics
@@ -16,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,6 +33,7 @@ from decoding.loop import decode
 from decoding.models.load import DTYPES, load_target
 from decoding.models.native.model import EXECUTIONS, NativeTarget
 from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
@@ -89,10 +95,50 @@ def chain_ms(drafter: ChainDrafter, prompt: list[int], gamma: int, chosen: Optio
     return median_ms(draft, model, chosen.calls)
 
 
+class Stopwatch:
+    """The seconds spent inside calls that it times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call, which adds its seconds."""
+
+        def run(*given: Any, **named: Any) -> Any:
+            began = perf_counter()
+            found = call(*given, **named)
+            synchronize(self.device)
+            self.seconds += perf_counter() - began
+            return found
+
+        return run
+
+
+def rest_ms(
+    target: NativeTarget, drafter: ChainDrafter, prompt: list[int], gamma: int, chosen: Options
+) -> float:
+    """Return the mean milliseconds of a round outside the proposal and the target's forward."""
+    clock = Stopwatch(target.device)
+    with (
+        patch.object(target, "forward", clock.timed(target.forward)),
+        patch.object(drafter, "propose", clock.timed(drafter.propose)),
+    ):
+        done = generation(target, drafter, prompt, gamma, chosen)
+    return 1000 * (done.decode_seconds - clock.seconds) / done.rounds
+
+
 def round_ms(
     target: NativeTarget, drafter: ChainDrafter, prompt: list[int], gamma: int, chosen: Options
 ) -> float:
     """Return the mean milliseconds of a round at a fixed draft length."""
+    done = generation(target, drafter, prompt, gamma, chosen)
+    return 1000 * done.decode_seconds / done.rounds
+
+
+def generation(
+    target: NativeTarget, drafter: ChainDrafter, prompt: list[int], gamma: int, chosen: Options
+) -> Generation:
+    """Decode in rounds of a fixed draft length."""
     settings = Settings(
         chosen.new_tokens,
         chosen.temperature,
@@ -101,7 +147,7 @@ def round_ms(
         ignore_eos=True,
     )
     [done] = decode(target, drafter, [prompt], settings)
-    return 1000 * done.decode_seconds / done.rounds
+    return done
 
 
 def load_native(folder: str, dtype: str, execution: str, device: str) -> NativeTarget:
@@ -142,21 +188,17 @@ def sides_of(chosen: Options, dtype: str, execution: str) -> Sides:
                 forward_ms, target, 1, gamma + 1, past, chosen.calls
             )
             sides[f"round, {place}"] = partial(round_ms, target, drafter, prompt, gamma, chosen)
+            sides[f"rest, {place}"] = partial(rest_ms, target, drafter, prompt, gamma, chosen)
     return sides
 
 
 def measure(chosen: Options, dtype: str) -> dict[str, float]:
-    """Return the median milliseconds of every side, and of the rest of each round."""
+    """Return the median milliseconds of every side."""
     sides: Sides = {}
     for execution in chosen.executions:
         sides |= sides_of(chosen, dtype, execution)
     with torch.inference_mode():
-        found = common.medians(common.take_turns(sides, chosen.rounds))
-    for name in [name for name in found if name.startswith("round, ")]:
-        place = name.removeprefix("round, ")
-        parts = found[f"chain, {place}"] + found[f"verify, {place}"]
-        found[f"rest, {place}"] = found[name] - parts
-    return found
+        return common.medians(common.take_turns(sides, chosen.rounds))
 
 
 def main() -> None:
