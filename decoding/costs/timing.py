@@ -1,10 +1,10 @@
 """Time the parts of a round, back to back in one process at the shapes of real decoding.
 
 The results are medians after a warm-up. Widths and draft steps take turns, so other processes
-disturb them equally. What a forward finds in the processor's caches is what it finds while decoding:
-a forward over one token follows another one, as without a drafter, and every wider one follows draft
-steps. Draft steps are timed several in a row, as in a chain: the first one finds the target's weights
-in the caches, the others the drafter's.
+disturb them equally. A forward finds in the processor's caches what it finds while decoding: a
+forward over one token follows another one, as without a drafter, and every wider one follows draft
+steps. Draft steps are timed several in a row, as in a chain: the first one finds the target's
+weights in the caches, the others the drafter's.
 """
 
 from collections.abc import Iterable, Sequence

@@ -89,7 +89,7 @@ def check_ends(subject: Subject) -> Finding:
     # half of the target's probability, beyond doubt: cross-entropy fits the sum of all places
     short = mean_by_prompt(theirs_P / 2 - ours_P, counts_P)
     words = (
-        f"{ours_P.sum():.2f} ends in all answers, by the drafter's probabilities",
+        f"expects {ours_P.sum():.2f} end tokens in all answers, by its probabilities",
         f"{theirs_P.sum():.2f}, by the target's",
     )
     tests = served.tests

@@ -44,7 +44,7 @@ def check_layout(subject: Subject) -> Finding:
         return _misread(found)
     return fine(
         "taps",
-        f"{stored.agreement:.3f} of the answers' tokens as stored",
+        f"predicts {stored.agreement:.3f} of the answers' tokens as stored",
         f"{_second(found).agreement:.3f} for the best other reading",
     )
 
@@ -54,7 +54,7 @@ def _unexplained(found: Probe) -> Finding:
     return Finding(
         "untrained",
         FAULT,
-        f"{found.best.agreement:.3f} of the answers' tokens in the best reading",
+        f"predicts {found.best.agreement:.3f} of the answers' tokens in its best reading",
         f"more than {found.commonest:.3f}, the share of the commonest token",
         "Use the target that the head was trained for, or train it",
     )
@@ -72,7 +72,7 @@ def _misread(found: Probe) -> Finding:
     return Finding(
         cause,
         FAULT,
-        f"{stored.agreement:.3f} of the answers' tokens as config.json has it",
+        f"predicts {stored.agreement:.3f} of the answers' tokens, read as config.json says",
         f"{best.agreement:.3f} if its {' and its '.join(parts)}",
         "Correct config.json, or convert the head again from the tool that trained it",
         _gain(best, stored),
