@@ -83,7 +83,7 @@ def check_temperature(subject: Subject) -> Finding:
     """
     temperature = subject.config.temperature
     if not temperature:
-        return fine("temperature", "greedy", "any: only the likeliest token counts")
+        return fine("temperature", "greedy, so only the likeliest token counts", "any")
     served = subject.serve()
     found = sharpness(subject)
     if not len(found.text_N):

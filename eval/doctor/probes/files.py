@@ -39,8 +39,7 @@ def check_target(subject: Subject) -> Finding:
         )
     differing = _differing(original, subject.target_folder)
     if not differing:
-        what = "only texts of the tokenizer's files differ from the card's target"
-        return fine("target", what, "see the probe of the template")
+        return fine("target", "it, but for texts of its tokenizer's files", "the card's target")
     now, before = subject.serve(), subject.serve(Conditions(target=original))
     loss = difference(before.counts, now.counts)
     if not is_sure(loss):

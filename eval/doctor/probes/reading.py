@@ -21,7 +21,7 @@ def check_layout(subject: Subject) -> Finding:
     """Read a head with its taps and slots shifted, on the target's answers."""
     kind = subject.kind
     if kind is None:
-        return fine("taps", "a model, which reads no layers of its target", "none")
+        return fine("taps", "a model, which reads no layers of its target", "no layers")
     head, shape = subject.draft_model, subject.shape
     samples = answer_samples(subject.greedy)
     found = probe(
