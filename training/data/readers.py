@@ -3,10 +3,10 @@
 Chats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role",
 "content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes its outputs), in a JSON
 array or one object per line. Texts: `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of
-them. Prompts: `{"id", "category", "turns": [...]}`, or as benchmarks are published: `{"prompt"}`
-(HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and texts may also be
-tables with the same columns (Parquet, Arrow, saved datasets). A bad record is skipped, counted and
-named in a note on stderr; too many are an error.
+them. Prompts: `{"id", "category", "turns": [...]}`, `{"prompt"}` or `{"question"}`; eval.tasks adds
+the forms of published benchmarks. Chats, texts and prompts may also be tables with the same columns
+(Parquet, Arrow, saved datasets). A bad record is skipped, counted and named in a note on stderr;
+too many are an error.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from jobs.run_files import json_kind
 from training.data.chat import Encoded, render_batch
 from training.data.counts import TOO_DEEP, BadRecordError, Counts, print_note
 from training.data.records import (
+    PROMPT_FILES,
     TABLES,
     TEXT_FILES,
     Paths,
@@ -41,6 +42,7 @@ NUMBER_KEYS = ("id", "question_id", "task_id", "prompt_id")
 CHAT_KEYS = ("conversations", "messages", "instruction")
 MAX_BAD = 0.01
 # valid records, for errors
+PROMPTS_EXPECTED = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
 CHATS_EXPECTED = "ShareGPT objects (conversations) or objects with messages"
 TEXTS_EXPECTED = 'UTF-8 text, or objects with "text"'
 RENDERED_EXPECTED = "turns that the chat template accepts"
@@ -91,16 +93,23 @@ def iterate_chats(paths: Paths, counts: Counts) -> Iterator[Chat]:
         yield chat
 
 
-def read_prompts(paths: Paths, *, max_bad: float = MAX_BAD) -> list[Prompt]:
+def read_prompts(
+    paths: Paths,
+    *,
+    max_bad: float = MAX_BAD,
+    parse: Callable[[dict[str, Any], str], Prompt] | None = None,
+    expected: str = PROMPTS_EXPECTED,
+) -> list[Prompt]:
     """Read evaluation prompts of any format.
 
     A chat becomes one prompt: its system turn, if any, and its first user turn. Ids are unique: a
-    repeated one gets a number, which a note reports. Raises UserError under the conditions of
-    `read_chats`.
+    repeated one gets a number, which a note reports. parse: receives a record and its place
+    ("file:line"), and raises BadRecordError to skip it; None: `parse_prompt`. expected: the records
+    that `parse` accepts, for errors. Raises UserError under the conditions of `read_chats`.
     """
-    expected = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
     counts = Counts()
-    prompts = list(_parse(find_files(paths, (".jsonl", ".json")), _parse_prompt, expected, counts))
+    files = find_files(paths, PROMPT_FILES)
+    prompts = list(_parse(files, parse or parse_prompt, expected, counts))
     counts.check("prompts", expected, max_bad)
     return _with_unique_ids(prompts)
 
@@ -227,8 +236,8 @@ def _parse_chat(record: dict[str, Any], place: str) -> Chat:
             raise BadRecordError(f"unknown role {role!r} (known: {', '.join(ROLES)})")
         if not isinstance(text, str) or not text.strip():
             raise BadRecordError(f"a turn of {role} without text")
-        messages.append({"role": ROLES[role], "content": _check_text(text)})
-    return Chat(_check_text(str(record.get("id", place))), messages, place)
+        messages.append({"role": ROLES[role], "content": check_text(text)})
+    return Chat(check_text(str(record.get("id", place))), messages, place)
 
 
 def _alpaca_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,11 +248,14 @@ def _alpaca_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"from": "human", "value": request}, {"from": "gpt", "value": record.get("output")}]
 
 
-def _parse_prompt(record: dict[str, Any], place: str) -> Prompt:
-    """Return the prompt in an evaluation record, or the part of a chat before its first answer."""
+def parse_prompt(record: dict[str, Any], place: str) -> Prompt:
+    """Return the prompt in an evaluation record, or the part of a chat before its first answer.
+
+    place: "file:line", the id of a record without one. Raises BadRecordError for an invalid record.
+    """
     if "turns" not in record and any(key in record for key in CHAT_KEYS):
         chat = _parse_chat(record, place)
-        category = _check_text(str(record.get("category", "chat")))
+        category = check_text(str(record.get("category", "chat")))
         return Prompt(chat.id, category, [_first_request(chat)])
     key = next((key for key in TURN_KEYS if key in record), None)
     if key is None:
@@ -258,7 +270,7 @@ def _parse_prompt(record: dict[str, Any], place: str) -> Prompt:
     numbers = (record[name] for name in NUMBER_KEYS if record.get(name) is not None)
     number = next(numbers, place)
     category = str(record.get("category", "none"))
-    return Prompt(_check_text(str(number)), _check_text(category), [*map(_check_text, turns)])
+    return Prompt(check_text(str(number)), check_text(category), [*map(check_text, turns)])
 
 
 def _first_request(chat: Chat) -> str:
@@ -276,10 +288,10 @@ def _parse_text(record: dict[str, Any], place: str) -> str:
         raise BadRecordError('no "text"')
     if not text.strip():
         raise BadRecordError("an empty text")
-    return _check_text(text)
+    return check_text(text)
 
 
-def _check_text(text: str) -> str:
+def check_text(text: str) -> str:
     """Return `text` unchanged. Raises BadRecordError for an unpaired surrogate."""
     if lone_surrogate(text) is not None:
         raise BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")

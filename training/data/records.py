@@ -1,4 +1,4 @@
-"""Records of data files: JSON arrays, JSON lines, tables and text files, each with its place.
+"""Records of data files: JSON, JSON lines, tables, TSV and text files, each with its place.
 
 A record that cannot be decoded is yielded as a BadRecordError, and reading continues.
 """
@@ -22,6 +22,8 @@ from training.data.json_array import read_array
 
 TABLES = (".parquet", ".arrow")
 TEXT_FILES = (".txt", ".py", ".md")
+COLUMNS = ".tsv"  # columns between tabs, without names and quotes
+PROMPT_FILES = (".jsonl", ".json", COLUMNS, *TABLES)
 
 Source = Path | HuggingFaceSource
 Paths = str | Path | Sequence[str | Path | HuggingFaceSource]
@@ -65,8 +67,9 @@ def find_files(paths: Paths, suffixes: tuple[str, ...]) -> list[Source]:
 def read_records(file: Source) -> Iterator[tuple[str, Any]]:
     """Yield ("file:line", decoded value or BadRecordError) for every record.
 
-    A text file is one record {"text": its content}. Raises UserError for an unreadable file or
-    table, for a broken JSON array, and for JSON in UTF-16 or UTF-32.
+    A text file is one record {"text": its content}, a line of columns {"columns": its cells}.
+    Raises UserError for an unreadable file or table, for a broken JSON array, and for JSON in
+    UTF-16 or UTF-32.
     """
     if isinstance(file, HuggingFaceSource):
         yield from file.records()
@@ -94,12 +97,12 @@ def read_records(file: Source) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{file} holds NUL bytes; expected UTF-8. {CONVERT}")
         start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
-        if start.startswith(b"["):
+        if start.startswith(b"[") and file.suffix != COLUMNS:
             yield from read_array(file, stream)
             return
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield f"{file}:{number}", _decode(line)
+                yield f"{file}:{number}", (_columns if file.suffix == COLUMNS else _decode)(line)
 
 
 def find_data_files(folder: Path) -> list[Path]:
@@ -136,6 +139,13 @@ def _read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} is not a readable table after row {number:,} ({error}); expected Parquet, "
             f"Arrow or a saved dataset"
         ) from error
+
+
+def _columns(line: bytes) -> Any:
+    try:
+        return {"columns": line.decode().rstrip("\r\n").removeprefix("\ufeff").split("\t")}
+    except UnicodeDecodeError:
+        return BadRecordError(NOT_UTF8)
 
 
 def _decode(line: bytes) -> Any:
