@@ -19,9 +19,19 @@ class BenchmarkConfig:
     # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, or a ShareGPT file (its first human
     # turns)
     path: str = MISSING
+    # published form of the file, whose answers can be checked: mt_bench, spec_bench, speed_bench,
+    # gsm8k, mgsm, humaneval, mbpp, hellaswag or alpaca; auto: any form of `path`, without checks
+    format: str = "auto"
     # prompt file of the sweep; prompts that are measured are left out; empty: the sweep takes some
     # prompts of `path`
     sweep_path: str = ""
+    sweep_format: str = ""  # published form of sweep_path; empty: that of path
+    # file of solved problems in the form of `path`; its first num_shots precede each question
+    shots: str = ""
+    num_shots: int = 0  # worked examples before each question, of `shots`
+    # run the code that the target writes for HumanEval and MBPP against their tests, in processes
+    # with limits of time, memory and files, without network
+    execute: bool = False
     category: str = ""  # keep only the prompts of this category; empty: all
     # JSON file of the prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     ids: str = ""
@@ -36,7 +46,8 @@ class BenchmarkConfig:
     # auto (the tokenizer's own) or the name of a template of this project, such as vicuna
     chat_template: str = "auto"
     strip: bool = False  # remove the white space around a turn
-    template: str = "{turn}"  # text around a turn with render=text, such as "Q: {turn}\nA:"
+    # text around a turn with render=text or shots, such as "Q: {turn}\nA:"
+    template: str = "{turn}"
     # first | all; all: later turns follow the target's answers to the earlier ones
     turns: str = "first"
     # error | skip (counted): for a prompt that leaves no room for max_new_tokens

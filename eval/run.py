@@ -45,6 +45,7 @@ from eval.statistics.engine_row import EngineRow
 from eval.statistics.lossless import LOSSY
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row, flat, main_rows, read_all_rows, write_rows
+from eval.tasks.checking import check_answers, describe_checks, with_answers, write_answers
 from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
@@ -119,6 +120,7 @@ def _measure(
     if OURS in engine_names(cfg) and loaded.facts:
         rows, records = _measure_ours(cfg, loaded, folder, clock)
         rows = with_coverage(rows, loaded.bench, records)
+        rows = _with_checked_answers(cfg, loaded, folder.path, rows, records)
     write_rows(results, [*rows, *engine_rows])
     made = provenance(cfg, folder, loaded, rows, records)
     if rows:
@@ -145,6 +147,18 @@ def _measure_ours(
     return add_bound(rows, cfg, loaded, session.overrun_seconds), session.records
 
 
+def _with_checked_answers(
+    cfg: EvalConfig, loaded: Loaded, folder: Path, rows: list[Row], records: Sequence[Record]
+) -> list[Row]:
+    """Check the answers of the main part, write answers.jsonl, and return rows with the counts."""
+    text_of = loaded.bench.settings.text_of
+    assert text_of is not None, "eval.measure.setup sets it"
+    prompts = loaded.bench.benchmark.prompts
+    answers = check_answers(prompts, records, text_of, cfg.benchmark.execute)
+    write_answers(folder, answers)
+    return with_answers(rows, answers)
+
+
 def check_before_loading(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded.
 
@@ -166,6 +180,7 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """
     generations(cfg, loaded)
     plan_engines(cfg, loaded)
+    describe_checks(loaded.bench.benchmark.prompts, cfg.benchmark.execute)
     for name, use in loaded.bench.uses.items():
         drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
@@ -199,6 +214,8 @@ def _print_plan(cfg: EvalConfig) -> None:
     print(f"target: {target.target} ({target.backend}, {target.dtype}, {target.device})")
     print(f"drafters: {', '.join(loaded.facts)}")
     print(f"prompts ({benchmark.name}): {counts}")
+    if checks := describe_checks(benchmark.prompts, cfg.benchmark.execute):
+        print(f"answers: {checks}")
     _hint_prompts(cfg)
     print(f"draft lengths: {describe_draft_lengths(cfg, loaded)}")
     print(f"conditions: {labels}")

@@ -200,6 +200,13 @@ def write_chats_folder(folder: Path) -> Path:
     return folder
 
 
+def write_solved(path: Path, first: int) -> Path:
+    """Write nine solved problems in GSM8K's form, numbered from `first`."""
+    lines = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(first, first + 9)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
 def seldom(name: str) -> Any:
     """Return a parameter that runs with --exhaustive alone if it takes a minute."""
     return pytest.param(name, marks=pytest.mark.exhaustive) if name.startswith(SLOW) else name
@@ -241,6 +248,10 @@ def test_every_command_runs_at_toy_size(
     }
     real |= {"answers.jsonl": write_answers(tmp_path / "answers.jsonl")}
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": write_pearl_prompts(tmp_path)}
+    real |= {
+        name: write_solved(tmp_path / name, first)
+        for name, first in {"test.jsonl": 10, "train.jsonl": 20}.items()
+    }
     # written by write_pearl_prompts
     real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}
     real |= {

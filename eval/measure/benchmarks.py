@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 from decoding.errors import UserError, without_stop
 from decoding.values import check_choice
 from eval.config import BenchmarkConfig
+from eval.tasks.answers import Number
+from eval.tasks.forms import Problem, read_problems
+from eval.tasks.shots import TURN, Shots, read_shots
 from training.data.chat import choose_rendering, render_prompt, render_text, template_names
-from training.data.readers import MAX_BAD, Prompt, read_prompts
+from training.data.readers import MAX_BAD, Prompt
 
-TURN = "{turn}"
 GOLDEN = (5**0.5 - 1) / 2
 Item = TypeVar("Item")
 
@@ -77,7 +79,8 @@ def load_benchmark(
     for_sweep: list[Prompt] = []
     if cfg.sweep_path:
         measured = [prompt.turns for prompt in kept]
-        apart = replace(cfg, path=cfg.sweep_path, ids="", first=0)
+        form = cfg.sweep_format or cfg.format
+        apart = replace(cfg, path=cfg.sweep_path, format=form, ids="", first=0)
         others = [prompt for prompt in select_prompts(apart) if prompt.turns not in measured]
         if not others:
             raise UserError(
@@ -133,20 +136,38 @@ def select_prompts(cfg: BenchmarkConfig, max_bad: float = MAX_BAD) -> list[Promp
     """Read the prompts that the options select, with their turns ready to be rendered.
 
     max_bad: largest share of bad records, which are left out. Raises UserError for an invalid file,
-    and for ids that it lacks.
+    for ids that it lacks, and for a prompt that is one of its own worked examples.
     """
-    prompts = read_prompts(cfg.path, max_bad=max_bad)
+    prompts = read_problems(cfg.format, cfg.path, max_bad)
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
+    shots = Shots()
+    if cfg.shots:
+        shots = read_shots(cfg.format, cfg.shots, cfg.num_shots, cfg.template)
+    framed = cfg.render == "text" or bool(cfg.shots)
     selected = []
     for prompt in prompts[: cfg.first or None]:
         turns = prompt.turns[:1] if cfg.turns == "first" else prompt.turns
+        if turns[0] in shots.questions:
+            raise UserError(
+                f"benchmark.shots={cfg.shots} holds the prompt {prompt.id!r} of {cfg.path}, with "
+                f"its solution. Take the worked examples from another part of the data."
+            )
         if cfg.strip:
             turns = [turn.strip() for turn in turns]
-        if cfg.render == "text":
+        if framed:
             turns = [cfg.template.replace(TURN, turn) for turn in turns]
-        selected.append(replace(prompt, turns=turns))
+        prompt = replace(prompt, turns=[shots.before(turns[0]), *turns[1:]])
+        selected.append(_ending_at_the_frame(prompt, cfg.template if framed else TURN))
     return selected
+
+
+def _ending_at_the_frame(prompt: Prompt, template: str) -> Prompt:
+    """Return the prompt; an answer is checked up to the frame of a further question."""
+    start = template.partition(TURN)[0].strip()
+    if start and isinstance(prompt, Problem) and isinstance(prompt.check, Number):
+        return replace(prompt, check=replace(prompt.check, until=start))
+    return prompt
 
 
 def _keep_fitting(
@@ -276,8 +297,12 @@ def _check_options(cfg: BenchmarkConfig) -> None:
             f"benchmark.template={cfg.template!r} has no place for the turn. Expected a string "
             f"that contains {TURN}."
         )
-    if cfg.template != TURN and cfg.render != "text":
+    if cfg.template != TURN and cfg.render != "text" and not cfg.shots:
         raise UserError(
-            "benchmark.template needs benchmark.render=text: a chat is rendered by the target's "
-            "template."
+            "benchmark.template needs benchmark.render=text or benchmark.shots: a chat is rendered "
+            "by the target's template."
+        )
+    if cfg.num_shots and not cfg.shots:
+        raise UserError(
+            f"benchmark.num_shots={cfg.num_shots} needs benchmark.shots, a file of solved problems."
         )

@@ -169,8 +169,14 @@ def load(cfg: EvalConfig) -> Loaded:
         drafter.prepare(target, None)  # an unfit drafter fails now, not after an hour
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
     prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
+    shots_file = resolve(cfg.benchmark.shots) if cfg.benchmark.shots else None
     benchmark = load_benchmark(
-        dataclasses.replace(cfg.benchmark, path=str(prompt_file), sweep_path=str(sweep_file or "")),
+        dataclasses.replace(
+            cfg.benchmark,
+            path=str(prompt_file),
+            sweep_path=str(sweep_file or ""),
+            shots=str(shots_file or ""),
+        ),
         tokenizer,
         max_length=target.max_length,
         max_new_tokens=cfg.max_new_tokens,
@@ -185,7 +191,7 @@ def load(cfg: EvalConfig) -> Loaded:
         name: _facts_of(cfg, name, drafter, uses[name], target, folders.get(name))
         for name, drafter in drafters.items()
     }
-    inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
+    inputs = [folder, prompt_file, *(one for one in (sweep_file, shots_file) if one)]
     inputs += [drafter_folder for drafter_folder, _ in folders.values()]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(

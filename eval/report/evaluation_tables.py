@@ -84,6 +84,22 @@ def losses_table(named: Sequence[tuple[str, Row]]) -> Table:
     return make_table("Where each drafter loses", cells, (), spare)
 
 
+def answers_table(named: Sequence[tuple[str, Row]]) -> Table:
+    """Return a table of right answers with each drafter and of the target alone."""
+    cells = [
+        {
+            "drafter": name,
+            "setting": row.condition_label,
+            "right answers": f"{row.answers_right} of {row.answers_checked}",
+            "target alone": f"{row.baseline_answers_right} of {row.answers_checked}",
+            "output": row.lossless,
+        }
+        for name, row in named
+        if row.answers_checked
+    ]
+    return make_table("Answers checked", cells)
+
+
 def off_by(predicted: float | None, row: Row, within: float) -> bool:
     """Return whether a prediction differs from the row's speedup by more than `within` of it."""
     return predicted is not None and abs(predicted / row.speedup - 1) > within

@@ -21,6 +21,7 @@ from eval.report.comparison_tables import (
     seeds_table,
 )
 from eval.report.evaluation_tables import (
+    answers_table,
     budgets_table,
     by_condition,
     limits_note,
@@ -49,7 +50,8 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
         title = f"{first.target} on benchmark {first.benchmark}: {label}"
         title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
         results.append(dataclasses.replace(table, title=title))
-    tables = [*results, losses_table(named), predictions_table(named), budgets_table(shown)]
+    tables = [*results, answers_table(named), losses_table(named), predictions_table(named)]
+    tables.append(budgets_table(shown))
     notes = [*text.doubts(named), *text.calibrated_elsewhere(named)]
     notes += [*text.shared_vocabularies(named), limits_note(shown[0])]
     print_tables(tables, text.warnings(shown), notes, text.LEGEND, console)

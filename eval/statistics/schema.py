@@ -217,6 +217,11 @@ class Row:
     # the target's text (see eval.measure.coverage); None: the drafter has the target's tokenizer
     shared_target_mass: float | None = None
     shared_drafter_mass: float | None = None
+    # answers whose number or program was checked, and how many are right: with the drafter, and of
+    # the target alone (see eval.tasks)
+    answers_checked: int = 0
+    answers_right: int = 0
+    baseline_answers_right: int = 0
 
     @property
     def condition(self) -> Condition:

@@ -1,0 +1,1 @@
+"""Published benchmarks: their forms, worked examples, and checks of answers."""
