@@ -146,7 +146,7 @@ trtllm-serve {quoted} --extra_llm_api_options speculation.yaml
     }
 
 
-_MOVED = (
+MOVED = (
     " The path of the target is that on the machine that made this folder. On another machine, "
     "replace it with the target's path there, or with its name on the Hub."
 )
@@ -170,7 +170,7 @@ def describe_running(card: dict[str, Any]) -> str:
         f"**{engine}** ({tested[engine]})\n\n{block}"
         for engine, block in launch_lines(target, card["num_draft_tokens"], parallel).items()
     )
-    moved = "" if target == card["target"] and not Path(target).is_absolute() else _MOVED
+    moved = "" if target == card["target"] and not Path(target).is_absolute() else MOVED
     return f"Run these lines in this folder, which they name `.`.{moved}\n\n{blocks}"
 
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -299,10 +299,11 @@ def sha256(path: Path) -> str:
 _LARGE = 64 * 2**20  # bytes from which a file's hash is cached
 
 
-def hash_input(path: Path) -> str:
+def hash_input(path: Path, leave_out: Collection[str] = ()) -> str:
     """Return the SHA-256 of a file, or of a model folder's files except its card and README.
 
-    A path that does not exist gives "absent".
+    leave_out: names of further files of a folder that do not count. A path that does not exist
+    gives "absent".
     """
     if path.is_file():
         return hash_file(path)
@@ -310,7 +311,7 @@ def hash_input(path: Path) -> str:
         return "absent"
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
-        if file.is_file() and file.name not in (CARD, "README.md"):
+        if file.is_file() and file.name not in (CARD, "README.md", *leave_out):
             digest.update(f"{file.name}:{hash_file(file)}\n".encode())
     return digest.hexdigest()
 

@@ -1,0 +1,189 @@
+"""The card of a drafter for the Hugging Face Hub: its README with measured figures and plots."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from eval.report import evaluation_plots, plots
+from eval.report.evaluation_tables import by_condition, result_cells
+from eval.report.text import count_label, prompts_label
+from eval.statistics.comparison.evaluations import Evaluation, labels_of, read_evaluation
+from eval.statistics.schema import Row, main_rows, read_rows
+
+README = "README.md"
+FIGURES = "figures"  # folder of the plots in the repository
+_FRONT = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)
+# columns of the table, from those of an evaluation's page
+_COLUMNS = ("speedup [95 %]", "not looping", "gamma", "alpha", "tau", "c", "output")
+_METRICS = {"speedup": "speedup", "acceptance rate": "alpha", "block efficiency": "tau"}
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A README with front matter, and the plots that it shows."""
+
+    text: str
+    figures: dict[str, bytes] = field(default_factory=dict)  # path in the repository -> PNG
+
+
+def make_card(
+    folder: Path, runs: Sequence[Path], base_model: str = "", license_name: str = ""
+) -> ModelCard:
+    """Return the card of a drafter folder: its README with front matter, measurements and plots.
+
+    runs: finished run folders of eval.run that measured these weights. base_model: name of the
+    target on the Hub; empty: none is stated. license_name: the Hub's identifier; empty: none.
+    Raises UserError for a folder without a README, and for a run of other weights.
+    """
+    path = folder / README
+    if not path.is_file():
+        raise UserError(f"{folder} has no {README}, expected a drafter folder of a training job.")
+    front, body = read_front_matter(path)
+    measured = [
+        _measured(folder, read_evaluation(run, label))
+        for run, label in zip(runs, labels_of(runs) if runs else [], strict=True)
+    ]
+    if base_model:
+        front["base_model"] = base_model
+    if license_name:
+        front["license"] = license_name
+    sections, figures = [], dict[str, bytes]()
+    for one in measured:
+        made = _figures(one, len(figures))
+        figures |= {name: plot.png for name, plot in made.items()}
+        sections.append(_section(one, made))
+    if measured:
+        name = str(front.get("model_name") or _title(body) or folder.name)
+        results = [_result(row) for one in measured for row in one.shown]
+        front["model-index"] = [{"name": name, "results": results}]
+        body = f"{body.rstrip()}\n\n## Measured\n\n" + "\n\n".join(sections) + "\n"
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return ModelCard(f"---\n{head}---\n{body}", figures)
+
+
+def read_front_matter(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the front matter of a README and the text after it.
+
+    Raises UserError for front matter that is no YAML mapping.
+    """
+    text = path.read_text(encoding="utf-8")
+    found = _FRONT.match(text)
+    if not found:
+        return {}, text
+    try:
+        front = yaml.safe_load(found[1]) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: the front matter between --- is not YAML ({error}).") from error
+    if not isinstance(front, dict):
+        raise UserError(f"{path}: the front matter is a {type(front).__name__}, expected keys.")
+    return front, text[found.end() :]
+
+
+def hashes_of(folder: Path) -> set[str]:
+    """Return the hashes of a model folder with and without the legal texts that people add."""
+    legal = [one.name for one in folder.iterdir() if one.name.startswith(("LICENSE", "NOTICE"))]
+    return {hash_input(folder), hash_input(folder, legal)}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    evaluation: Evaluation
+    rows: list[Row]  # of this drafter, of the sweep and the main part
+
+    @property
+    def shown(self) -> list[Row]:
+        return main_rows(self.rows)
+
+
+def _measured(folder: Path, evaluation: Evaluation) -> _Measured:
+    """Return the rows of a run that measured the weights in a folder.
+
+    Raises UserError if it measured others.
+    """
+    digests, inputs = hashes_of(folder), evaluation.manifest["inputs"]
+    names = {name for name, one in evaluation.origins.items() if inputs.get(one.folder) in digests}
+    rows = [row for row in read_rows(evaluation.folder / "results.jsonl") if row.drafter in names]
+    if not rows:
+        others = ", ".join(f"{name} ({one.folder})" for name, one in evaluation.origins.items())
+        raise UserError(
+            f"{evaluation.folder} did not measure the weights in {folder}; it measured "
+            f"{others or 'no drafter with a folder'}. Name runs of these weights, or evaluate them."
+        )
+    return _Measured(evaluation, rows)
+
+
+def _figures(one: _Measured, before: int) -> dict[str, plots.Plot]:
+    """Return path in the repository -> plot, numbered from `before` + 1."""
+    styles = plots.drafter_styles(dict.fromkeys((row.drafter for row in one.rows), ""))
+    drawn: list[plots.Plot] = []
+    for label, here in by_condition(one.rows).items():
+        swept = [row for row in here if row.part == "sweep"]
+        if swept:
+            drawn.append(evaluation_plots.speedup_by_gamma(swept, styles, label))
+        drawn += [
+            evaluation_plots.alpha_by_depth(here, styles, label),
+            evaluation_plots.time_per_token(main_rows(here), label),
+        ]
+    return {f"{FIGURES}/{before + n}.png": plot for n, plot in enumerate(drawn, start=1)}
+
+
+def _section(one: _Measured, figures: dict[str, plots.Plot]) -> str:
+    """Return the Markdown of one run: what was measured, its table, its plots and its command."""
+    first = one.shown[0]
+    columns = ("drafter", "setting", *_COLUMNS)
+    cells = [result_cells(row) | {"setting": row.condition_label} for row in one.shown]
+    lines = [
+        f"Benchmark {first.benchmark}, {prompts_label(first)}, up to {first.max_new_tokens} new "
+        f"tokens each, in {first.dtype} on {first.hardware} with "
+        f"{count_label(first.threads, 'thread')}. The speedup is over autoregressive decoding in "
+        f"the same loop ({first.baseline_tokens_per_second:.1f} tokens/s, {first.condition_label}),"
+        f" interleaved with the drafter; alpha is the acceptance rate, tau the tokens for each "
+        f"forward of the target, c the cost of a draft step over that of a target's step.",
+        "",
+        _line(columns),
+        _line(["---"] * len(columns)),
+        *(_line([row[name] for name in columns]) for row in cells),
+        "",
+        *(f"![{plot.title}]({name})\n\n{plot.caption}\n" for name, plot in figures.items()),
+        "The command of this measurement:",
+        "",
+        f"```bash\n{without_folders(one.evaluation.manifest['command'])}\n```",
+    ]
+    return "\n".join(lines)
+
+
+def without_folders(text: str) -> str:
+    """Return a text in which absolute paths are cut to their last part."""
+    return re.sub(r"(?<![\w.:/])(?:/[\w.+@~-]+)+/([\w.+@~-]+)", r"\1", text)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _title(body: str) -> str:
+    found = re.search(r"^# (.+)$", body, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _result(row: Row) -> dict[str, Any]:
+    """Return a row as an entry of the Hub's model-index."""
+    benchmark = f"{row.benchmark}, {row.condition_label}"
+    metrics = [
+        {"type": name.replace(" ", "_"), "name": name, "value": round(vars(row)[key], 4)}
+        for name, key in _METRICS.items()
+        if vars(row)[key] is not None
+    ]
+    return {
+        "task": {"type": "text-generation", "name": "speculative decoding"},
+        "dataset": {"type": re.sub(r"[^a-z0-9]+", "-", row.benchmark.lower()), "name": benchmark},
+        "metrics": metrics,
+    }
