@@ -36,6 +36,7 @@ from eval.measure.origins import Origin, origin_of, write_origins
 from eval.measure.records import Record
 from eval.measure.session import Session, generations, max_tokens, prompts_by_part
 from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
+from eval.measure.shards import Shard, check_shards, measure_shards, this_shard
 from eval.provenance import describe_draft_lengths, provenance
 from eval.report.engines import condition_label, print_engines
 from eval.report.page import engines_page, evaluation_page
@@ -87,7 +88,12 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
             f"{folder.path} is finished; nothing is measured again. Delete it, or set another "
             f"output_dir=, to measure again."
         )
+    elif shard := this_shard():
+        _measure_shard(cfg, folder, shard, clock)
+        return folder.path
     else:
+        if cfg.shards > 1 and OURS in engine_names(cfg):
+            measure_shards(cfg, folder.path)
         rows, engine_rows = _measure(cfg, folder, results, report, clock)
     if rows:
         print_evaluation(rows)
@@ -103,6 +109,16 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
             f"Set require_lossless=false to end without this error."
         )
     return folder.path
+
+
+def _measure_shard(
+    cfg: EvalConfig, folder: RunFolder, shard: Shard, clock: Callable[[], float]
+) -> None:
+    """Measure a share of the prompts into the folder of a shard."""
+    loaded = load(cfg)
+    check_plan(cfg, loaded)
+    folder.write_manifest(loaded.inputs, {}, finished=False)
+    Session(cfg, loaded, folder.path, Deadline(0, folder.path, clock), shard).measure()
 
 
 def _measure(
@@ -165,6 +181,7 @@ def check_before_loading(cfg: EvalConfig) -> None:
     A dry run does not need the engines where it does not need the target.
     """
     check(cfg)
+    check_shards(cfg)
     check_engines(cfg)
     if not cfg.dry_run:
         find_engines(cfg)

@@ -37,6 +37,7 @@ from eval.measure.records import (
 )
 from eval.measure.repetition import Repetition
 from eval.measure.setup import Loaded, conditions, median_prompt, warm_up, widths
+from eval.measure.shards import Shard
 from eval.statistics.rows import pool_of
 from jobs.drafter_use import ALONE
 from jobs.progress import ProgressBar
@@ -49,8 +50,16 @@ PARTS = {"sweep": "sweep of draft lengths", "main": "main part"}  # as the progr
 class Session:
     """Records and part times of a run folder, and the measurement of missing ones."""
 
-    def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path, deadline: Deadline) -> None:
-        self.cfg, self.loaded, self.deadline = cfg, loaded, deadline
+    def __init__(
+        self,
+        cfg: EvalConfig,
+        loaded: Loaded,
+        folder: Path,
+        deadline: Deadline,
+        shard: Shard | None = None,
+    ) -> None:
+        """Read the records and part times of a run folder. shard: the share to measure."""
+        self.cfg, self.loaded, self.deadline, self.shard = cfg, loaded, deadline, shard
         self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
         self._costs_file = folder / "costs.json"
         found = read_journal_lines(self.records_file, record_from)
@@ -69,7 +78,7 @@ class Session:
     def measure(self) -> None:
         """Measure the units that the run folder lacks, as many as fit into max_seconds."""
         bench, cfg = self.loaded.bench, self.cfg
-        total = sum(generations(cfg, self.loaded).values())
+        total = sum(generations(cfg, self.loaded, self.shard).values())
         deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
         seconds = self.deadline.costs_seconds
         print(
@@ -83,7 +92,7 @@ class Session:
         with ProgressBar("eval", 100 if bounds else total, percent=bounds) as bar:
             progress = _Progress(bar, total, self.deadline)
             measured = dict.fromkeys(("sweep", "main"), 0)
-            for tasks in blocks(cfg, self.loaded):
+            for tasks in self._blocks():
                 part = tasks[0].part
                 missing = [task for task in tasks if not self._records_of(task)]
                 # A block that was begun is finished: all conditions have the same prompts.
@@ -97,6 +106,14 @@ class Session:
                     self.deadline.count(part, self.deadline.seconds - began)
             self.overrun_seconds = self.deadline.overrun_seconds(measured["main"])
             progress.end(self.overrun_seconds)
+
+    def _blocks(self) -> list[list[Task]]:
+        """Return the blocks of tasks that this process measures."""
+        everything, shard = blocks(self.cfg, self.loaded), self.shard
+        if shard is None:
+            return everything
+        mine = [[task for task in tasks if shard.holds(task)] for tasks in everything]
+        return [tasks for tasks in mine if tasks]
 
     def _arms(self, condition: Condition, part: str) -> list[Arm]:
         """Return the arms of a part besides the baselines; the main part needs a finished sweep."""
@@ -132,7 +149,8 @@ class Session:
         if have:
             self.records = [record for record in self.records if record not in have]
             write_records(self.records_file, self.records)
-        if task.index % UNITS_A_SLICE == 0:
+        shared = self.shard.count if self.shard and part == "main" else 1
+        if task.index // shared % UNITS_A_SLICE == 0:
             self._time_parts(condition, part)
         before = [r for r in self.records if (r.condition, r.part) == (condition, part)]
         new = self._repetition.measure(
@@ -253,10 +271,12 @@ def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
     return [found[order] for order in sorted(found)]
 
 
-def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
+def generations(
+    cfg: EvalConfig, loaded: Loaded, shard: Shard | None = None
+) -> dict[Condition, int]:
     """Return the maximum number of batches to decode under each condition.
 
-    Raises UserError if a part has too few prompts for a batch.
+    shard: count its share alone. Raises UserError if a part has too few prompts for a batch.
     """
     everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
     arms = {
@@ -268,6 +288,7 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
             loaded.bench.decodings(task, arms[part])
             for part, tasks in tasks_of(cfg, loaded, condition).items()
             for task in tasks
+            if shard is None or shard.holds(task)
         )
         for condition in conditions(cfg)
     }
