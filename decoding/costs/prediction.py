@@ -181,20 +181,29 @@ def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, floa
     )
 
 
-def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
-    """Return the alpha, equal at all depths, at which the predicted speedup is 1.
+def breakeven_alpha(gamma: int, costs: Costs, speedup: float = 1.0) -> float | None:
+    """Return the alpha, equal at all depths, at which the predicted speedup is `speedup`.
 
-    Overlap is ignored. Returns None if the speedup is below 1 even at alpha = 1. The search is a
+    Overlap is ignored. Returns None if the speedup is lower even at alpha = 1. The search is a
     bisection, as E increases with alpha.
     """
-    cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
-    if cost > gamma + 1.0:
+    tokens = speedup * costs.round(gamma) / (1.0 + costs.baseline_overhead)
+    if tokens > gamma + 1.0:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens([middle], gamma) < cost else (low, middle)
+        low, high = (middle, high) if expected_tokens([middle], gamma) < tokens else (low, middle)
     return high
+
+
+def needed_alpha(speedup: float, costs: Costs) -> tuple[float, int] | None:
+    """Return the smallest alpha, equal at all depths, that reaches a speedup, and its draft length.
+
+    Returns None if no draft length reaches it even at alpha = 1. Ties go to the shorter draft.
+    """
+    found = [(breakeven_alpha(gamma, costs, speedup), gamma) for gamma in costs.gammas]
+    return min(((alpha, gamma) for alpha, gamma in found if alpha is not None), default=None)
 
 
 def iso_cost_ratio(speedup: float, alpha: float, costs: Costs) -> float:
