@@ -21,6 +21,7 @@ JOBS = {
     "recurrent_drafting.cmd.generate": "The same, with the flags of the published tool",
     "eval.run": "Measure drafters against autoregressive decoding and write a report",
     "eval.compare": "Compare measured drafters in one report",
+    "eval.plan": "Plan which drafter to train, before any training",
     "eval.doctor": "Find out why a drafter's acceptance is what it is",
     "eval.replay": "Measure the acceptance of drafters on logged outputs, without the target",
     "eval.analyze": "Print the published averages of tokens a round, and what they hide",

@@ -22,6 +22,7 @@ SCHEMAS = {
     "eval.analyze": "eval.config.AnalyzeConfig",
     "eval.compare": "eval.config.CompareConfig",
     "eval.doctor": "eval.doctor.config.DoctorConfig",
+    "eval.plan": "eval.plan.config.PlanConfig",
     "eval.replay": "eval.config.ReplayConfig",
     "eval.run": "eval.config.EvalConfig",
     "heads.train": "heads.train.schema_for",

@@ -35,6 +35,7 @@ DRY_RUNS = {
     "eval.analyze": "path=totals.txt",
     "eval.compare": "runs=[runs/eval.run/default]",
     "eval.doctor": "drafter=prompt_lookup",
+    "eval.plan": "",
     "eval.replay": "log=answers.jsonl drafters=[prompt_lookup]",
     "eval.run": "drafters=[prompt_lookup]",
     "heads.train": "head=medusa",

@@ -26,6 +26,7 @@ import eval.analyze
 import eval.compare
 import eval.doctor.job
 import eval.measure.parts
+import eval.plan.job
 import eval.replay
 import eval.run
 import heads.train
@@ -64,6 +65,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "eval.analyze": eval.analyze.run,
     "eval.compare": eval.compare.run,
     "eval.doctor": eval.doctor.job.run,
+    "eval.plan": eval.plan.job.run,
     "eval.replay": eval.replay.run,
     "eval.run": eval.run.run,
     "heads.train": heads.train.run,
@@ -96,6 +98,7 @@ TOY = {
     "eval.analyze": "dry_run=true",
     "eval.compare": "dry_run=true",
     "eval.doctor": "max_prompts=4 max_new_tokens=8",
+    "eval.plan": "depths=[1] heads=[medusa] max_draft_tokens=2 context=16 cost_seconds=1 runs=[]",
     "eval.replay": "num_draft_tokens=[2] bootstrap_resamples=50 stages=[]",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",

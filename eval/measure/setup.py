@@ -302,6 +302,7 @@ def _facts_of(
         length_cap=length_cap,
         draft_vocab_size=_draft_vocab_size(drafter, stored[0]) if stored else 0,
         calibrated_at=_calibrated_at(drafter, stored[0]) if stored else None,
+        draft_shape=drafter.capabilities.shape,
     )
 
 

@@ -28,6 +28,7 @@ COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
 REPLAY_LEGEND: dict[str, str] = _LEGENDS["replay"] | {
     word: COMPARISON_LEGEND[word] for word in ("gamma", "alpha", "by depth", "distinct-4", "c", "V")
 }
+PLAN_LEGEND: dict[str, str] = _LEGENDS["plan"]
 ENGINES_COMPARED_LEGEND: dict[str, str] = _LEGENDS["engines_compared"]
 
 

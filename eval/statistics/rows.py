@@ -99,6 +99,7 @@ def build_row(
         drafter_dtype=facts.dtype,
         draft_vocab_size=facts.draft_vocab_size,
         calibrated_at=facts.calibrated_at,
+        draft_shape=facts.draft_shape,
         **{name: vars(first)[name] for name in OF_RECORDS},
         **{name: vars(facts)[name] for name in ("length_rule", "schedule", "stopping")},
         lossless=equality.word,

@@ -37,6 +37,7 @@ class DrafterFacts:
     # temperature at which the confidences were calibrated that end its drafts; None: it has none,
     # or the temperature is not known
     calibrated_at: float | None = None
+    draft_shape: str = "chain"  # or "tree"
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ class Row:
     answers_checked: int = 0
     answers_right: int = 0
     baseline_answers_right: int = 0
+    draft_shape: str = "chain"  # of the drafter's proposals: chain | tree
 
     @property
     def condition(self) -> Condition:

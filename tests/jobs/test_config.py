@@ -24,6 +24,7 @@ from distill.config import (
 )
 from eval.config import AnalyzeConfig, CompareConfig, EvalConfig, ReplayConfig
 from eval.doctor.config import DoctorConfig
+from eval.plan.config import PlanConfig
 from heads.train import find_kind_name, schema_of
 from jobs import stages
 from jobs.amounts import PLANNED, add_planned_seconds, collect_planned_seconds
@@ -41,6 +42,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "eval.analyze": AnalyzeConfig,
     "eval.compare": CompareConfig,
     "eval.doctor": DoctorConfig,
+    "eval.plan": PlanConfig,
     "eval.replay": ReplayConfig,
     "eval.run": EvalConfig,
     "heads.train": schema_of("recurrent"),

@@ -108,7 +108,7 @@ def freeze_costs(
     else:
         path = resolve(held_out.costs)
         found, costs = read_object(path, f"Set held_out.costs={MEASURED}", _read_file)
-        differing = list(_differences(found, facts))
+        differing = list(differences(found, facts))
         if differing:
             raise UserError(
                 f"held_out.costs={held_out.costs} was measured under other conditions: "
@@ -124,14 +124,14 @@ def _read_file(values: dict[str, Any]) -> tuple[dict[str, Any], RoundCosts]:
     return values["measured_for"], RoundCosts.read(values["costs"])
 
 
-def _differences(
+def differences(
     there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
     """Describe the values that differ, by their dotted names."""
     for key in sorted({*there, *here}):
         old, new = there.get(key), here.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{prefix}{key}.")
+            yield from differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key} is {old!r} there and {new!r} here"
 

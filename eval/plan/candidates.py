@@ -1,0 +1,245 @@
+"""Drafters that could be trained: their sizes and costs of training, and folders of random weights.
+
+The time of a draft step depends on a drafter's shape and not on its weights. So a folder with
+random weights is drafted with like a trained one, by the same class with the same options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.drafters.build import choose_drafter, options_of, with_target_settings
+from decoding.errors import UserError
+from decoding.interfaces import Drafter, Target
+from decoding.models.draft_vocabulary import restrict_head
+from decoding.models.load import DTYPES
+from distill.dry_run import training_flops
+from distill.shapes import ALIGNED, refuse_wider, student_config
+from eval.plan.acceptance import Prospect
+from eval.plan.config import PlanConfig
+from eval.plan.curves import CHAIN, TREE
+from heads.registry import KINDS, kind_of
+from heads.train import schema_of
+from jobs.composing import compose_job
+from jobs.config import typed
+from training.config import StudentConfig
+from training.heads.checkpoint import save_head
+from training.heads.dry_run import token_flops
+from training.heads.loss_config import trained_depths
+from training.heads.measure import measure
+from training.models.build import random_model
+from training.models.shapes import head_rows, parameter_counts, sizes_of, target_widths
+
+SPREAD = 0.02  # standard deviation of a head's random weights
+RANDOM = "random weights"  # in place of the path of a target
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter that could be trained."""
+
+    name: str
+    kind: str  # chain, or the kind of a head
+    draft_shape: str  # chain | tree
+    layers: int  # of a pruned model; 0 for a head
+    hidden_size: int  # of a pruned model; 0 for a head
+    draft_vocab_size: int  # 0: all tokens
+    parameters: int
+    cache_bytes_a_token: int  # keys and values of a row
+    flops_a_token: float  # of a training step, for each token of the data
+    longest: int  # draft
+    shape: Mapping[str, Any]  # all sizes that its costs depend on
+    write: Callable[[Path], None]  # writes a folder with random weights
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its measured costs depend on."""
+        facts = {"kind": self.kind, "draft_shape": self.draft_shape, "draft_tokens": self.longest}
+        return {**facts, "shape": dict(self.shape)}
+
+    def prospect(self, training_tokens: int, temperature: float) -> Prospect:
+        """Return what predicts its acceptance."""
+        sizes = (self.kind, self.draft_shape, self.layers, self.hidden_size)
+        return Prospect(*sizes, training_tokens, temperature)
+
+    def load(self, folder: Path, target: Target) -> Drafter:
+        """Load the drafter of a folder that `write` wrote, as eval.run loads a trained one."""
+        choice = choose_drafter({"use": str(folder)})
+        known, asked = options_of(choice.kind) or set(), dict(choice.options)
+        # a fixed chain or tree, as decisions by cost need the costs that are measured here
+        fixed: dict[str, Any] = {"shape": self.draft_shape, "by_cost": False}
+        if self.draft_shape == CHAIN:
+            fixed["beam_width"] = 1
+        asked |= {option: value for option, value in fixed.items() if option in known}
+        options = with_target_settings(
+            choice.kind,
+            asked,
+            backend="hf" if target.backend.startswith("hf") else "native",
+            dtype=target.dtype,
+            device=str(target.device),
+            execution=getattr(target, "execution", "eager"),
+        )
+        drafter: Drafter = choice.kind(**options)
+        drafter.prepare(target, None)
+        return drafter
+
+
+def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
+    """Return all drafters to plan. target: the target's Hugging Face configuration.
+
+    Raises UserError for an unknown head, a head that drafts no tree, and a shape that the target
+    cannot be cut to.
+    """
+    found = [
+        pruned_model(config, target, layers, width)
+        for width in config.widths
+        for layers in config.depths
+    ]
+    for name in config.heads:
+        found += [trained_head(config, target, name, shape) for shape in config.shapes]
+    names = [one.name for one in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{' and '.join(twice)} would be planned twice. Name each drafter once.")
+    return found
+
+
+def drafted_tokens(config: PlanConfig, vocab_size: int) -> int:
+    """Return the size of the draft vocabulary, 0 for all tokens."""
+    return 0 if config.draft_vocab_size >= vocab_size else config.draft_vocab_size
+
+
+def spread_ids(count: int, vocab_size: int) -> torch.Tensor:
+    """Return `count` rising token ids, spread over the vocabulary."""
+    return torch.arange(count) * vocab_size // count
+
+
+def shape_of_width(layers: int, width: int, target: Any) -> StudentConfig:
+    """Return the shape of a pruned model of this hidden size, with widths in proportion to it.
+
+    The width of a head stays the target's. Query heads are the largest number up to their
+    proportion that divides the hidden size.
+    """
+    widths = target_widths(target)
+    if width in (0, widths["hidden_size"]):
+        return StudentConfig(num_hidden_layers=layers)
+    share = width / widths["hidden_size"]
+    inner = widths["intermediate_size"] * share
+    most = max(1, round(widths["num_attention_heads"] * share))
+    return StudentConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=max(n for n in range(1, most + 1) if width % n == 0),
+        head_dim=widths["head_dim"],
+        intermediate_size=round(inner / ALIGNED) * ALIGNED or max(1, round(inner)),
+    )
+
+
+def pruned_model(config: PlanConfig, target: Any, layers: int, width: int) -> Candidate:
+    """Return a model of some layers and a width of the target's, to be distilled."""
+    student: Any = student_config(shape_of_width(layers, width, target), target)
+    refuse_wider(student, target)
+    drafted = drafted_tokens(config, target.vocab_size)
+    if drafted:
+        student.draft_vocab_size, student.tie_word_embeddings = drafted, False
+    sizes = {**sizes_of(student), "rows": head_rows(student)}
+    count = parameter_counts(student)["all"]
+
+    def write(folder: Path) -> None:
+        built = student_config(shape_of_width(layers, width, target), target)
+        torch.manual_seed(0)
+        model = random_model(built, DTYPES[config.target.dtype])
+        if drafted:
+            restrict_head(model, spread_ids(drafted, target.vocab_size))
+        model.save_pretrained(folder)
+
+    widths = target_widths(student)
+    return Candidate(
+        f"{layers} layer{'s' * (layers != 1)}, width {widths['hidden_size']}",
+        CHAIN,
+        CHAIN,
+        layers,
+        widths["hidden_size"],
+        drafted,
+        count,
+        2 * layers * widths["num_key_value_heads"] * widths["head_dim"] * _width(config),
+        training_flops(student, target),
+        config.max_draft_tokens,
+        sizes,
+        write,
+    )
+
+
+def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -> Candidate:
+    """Return a head of a kind, with the options of its file in conf/head."""
+    _check_head(name)
+    kind = kind_of(name)
+    chosen: Any = _head_settings(config, target, name)
+    shape = kind.shape(chosen, target)
+    fits = kind.rules(chosen, shape).get("head.draft_vocab_size", (True, ""))[0]
+    if not fits:  # a kind that drafts from all tokens
+        chosen.head.draft_vocab_size = 0
+        shape = kind.shape(chosen, target)
+    counted = measure(
+        kind, shape, trained_depths(chosen.loss), DTYPES[config.target.dtype], target
+    )
+    drafted = shape.draft_vocab_size
+
+    def write(folder: Path) -> None:
+        torch.manual_seed(0)
+        head = kind.empty(shape)
+        with torch.no_grad():
+            for weight in head.parameters():
+                weight.normal_(std=SPREAD)
+        if drafted:
+            head.token_ids_V = spread_ids(drafted, shape.vocab_size)
+        save_head(kind.layout, shape, head, folder)
+
+    tree = " tree" * (draft_shape == TREE)
+    longest = min(config.max_draft_tokens, kind.longest_draft(shape) or config.max_draft_tokens)
+    widths = target_widths(target)
+    return Candidate(
+        name + tree,
+        name,
+        draft_shape,
+        0,
+        0,
+        drafted,
+        counted.parameters,
+        2 * widths["num_key_value_heads"] * widths["head_dim"] * _width(config),
+        token_flops(chosen, target, counted),
+        longest,
+        asdict(shape),
+        write,
+    )
+
+
+def _width(config: PlanConfig) -> int:
+    return DTYPES[config.target.dtype].itemsize
+
+
+def _check_head(name: str) -> None:
+    if name not in KINDS:
+        near = get_close_matches(name, KINDS, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"heads: '{name}' is no kind of head, expected some of {', '.join(KINDS)}; the nearest "
+            f"is '{near}'."
+        )
+
+
+def _head_settings(config: PlanConfig, target: Any, name: str) -> Any:
+    """Return the configuration of heads.train head=NAME for this target."""
+    schema = schema_of(name)
+    found: Any = typed(compose_job("heads.train", schema, [f"head={name}"]), schema)
+    # its weights are random, so no tokenizer is needed to choose a mask token
+    found.target, found.dry_run = replace(config.target, path=RANDOM), True
+    if hasattr(found.head, "mask_token_id"):
+        found.head.mask_token_id = target.vocab_size - 1
+    if hasattr(found.head, "draft_vocab_size"):
+        found.head.draft_vocab_size = drafted_tokens(config, target.vocab_size)
+    return found

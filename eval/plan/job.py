@@ -1,0 +1,191 @@
+"""The job `eval.plan`: measure costs, predict, print one page, and write plan.jsonl and plan.html."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.devices import device_of
+from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from decoding.values import check_settings
+from eval.plan.candidates import Candidate, candidates
+from eval.plan.config import PlanConfig
+from eval.plan.costs import CostFile, capacity, check_memory, has_weights, open_target
+from eval.plan.curves import CHAIN, TREE, Curve, collect, merge, read_curves, write_curves
+from eval.plan.report import advice, plan_page, print_plan
+from eval.plan.rows import Outlook, build_outlook
+from jobs.amounts import hours, operations
+from jobs.config import refuse_parallel
+from jobs.files import write_text
+from jobs.paths import resolve, resolve_model
+from jobs.run_folder import RunFolder, hardware
+from training.models.build import dtype_of, target_config
+
+ROWS, PAGE = "plan.jsonl", "plan.html"
+
+
+def run(config: PlanConfig) -> Path:
+    """Plan; return the run folder with plan.jsonl, plan.html and costs.jsonl.
+
+    A dry run prints what would be measured, with the cost of each training, and writes nothing.
+    Raises UserError for invalid input.
+    """
+    check(config)
+    target: Any = target_config(config.target)
+    found = candidates(config, target)
+    _check_context(config, target)
+    if config.dry_run:
+        _print_dry(config, found)
+        return Path(config.output_dir)
+    check_memory(config, target, found)
+    curves, notes = measured_curves(config)
+    folder = RunFolder(config)
+    costs = CostFile(config, target, folder.path)
+    inputs = [resolve_model(config.target.path)] if has_weights(config) else []
+    folder.write_manifest(inputs, {}, finished=False)
+    if any(costs.find(one) is None for one in found):
+        notes += costs.measure(open_target(config, target), found)
+    else:
+        print(f"{costs.path} holds the costs of all drafters; nothing is measured again.")
+    pairs = [(one, known) for one in found if (known := costs.find(one)) is not None]
+    if not pairs:
+        raise UserError(f"no drafter is left to plan. {' '.join(notes)}")
+    outlook = build_outlook(config, pairs, curves)
+    _write(config, folder, outlook, notes)
+    folder.write_manifest(inputs, {"advice": advice(outlook, config)}, finished=True)
+    print_plan(outlook, config, notes)
+    print(f"\nrows: {folder.path / ROWS}\npage: {folder.path / PAGE}")
+    return folder.path
+
+
+def check(config: PlanConfig) -> None:
+    """Raise UserError for settings that cannot be planned, before anything is read."""
+    device_of(config.target.device)
+    dtype_of(config.target.dtype)
+    check_settings(config, ("temperature",))
+    refuse_parallel(config.target)
+    for key, valid, expected in (
+        ("threads", config.threads != "auto", "a number, as costs depend on it, or 0"),
+        ("depths", all(one >= 1 for one in config.depths), "whole numbers from 1 up"),
+        ("widths", all(one >= 0 for one in config.widths), "hidden sizes, or 0 for the target's"),
+        (
+            "heads",
+            bool(config.heads or (config.depths and config.widths)),
+            "one kind or more, as depths and widths combine to no drafter",
+        ),
+        (
+            "shapes",
+            bool(config.shapes) and {*config.shapes} <= {CHAIN, TREE},
+            f"{CHAIN}, {TREE} or both",
+        ),
+        ("draft_vocab_size", config.draft_vocab_size >= 0, "1 or more, or 0 for all tokens"),
+        ("max_draft_tokens", config.max_draft_tokens >= 1, "1 or more"),
+        ("batch_size", config.batch_size >= 1, "1 or more"),
+        ("context", config.context >= 2, "2 or more"),
+        (
+            "speedups",
+            bool(config.speedups) and all(one > 0 for one in config.speedups),
+            "one or more numbers above 0",
+        ),
+        ("cost_seconds", 0 < config.cost_seconds <= 3600, "more than 0, at most 3600"),
+        ("training_tokens", config.training_tokens >= 0, "1 or more, or 0 if not known"),
+        ("assumed_tflops", config.assumed_tflops > 0, "more than 0"),
+    ):
+        if not valid:
+            raise UserError(f"{key} is {vars(config)[key]}, expected {expected}.")
+
+
+def _check_context(config: PlanConfig, target: Any) -> None:
+    """Raise UserError for a context that the target does not hold. target: its configuration."""
+    holds = config.target.max_length or int(target.max_position_embeddings)
+    drafts = capacity(config) - config.context
+    if config.context + drafts > holds:
+        raise UserError(
+            f"context is {config.context}, expected at most {holds - drafts}: "
+            f"{config.target.path} holds {holds} tokens, of which drafts need {drafts}."
+        )
+
+
+def measured_curves(config: PlanConfig) -> tuple[list[Curve], list[str]]:
+    """Return the measured acceptances of this target, and notes; add new ones to the file.
+
+    Raises UserError for a line that is no curve, and for a file in `curves` that holds none of this
+    target.
+    """
+    file = Path(config.acceptance).expanduser()
+    known, (new, notes) = read_curves(file), collect(config.runs)
+    every = merge(known, new)
+    if every != known:
+        write_curves(file, every)
+        print(f"{file}: {len(every)} acceptances, {len(every) - len(known)} of them new")
+    own, others = _of_target(config, every)
+    if others and not own:
+        notes.append(f"{file} holds no acceptance of this target, only of {_targets(others)}.")
+    for name in config.curves:
+        mine, others = _of_target(config, read_curves(resolve(name)))
+        if not mine:
+            raise UserError(
+                f"curves: {name} holds no acceptance of {config.target.path}, only of "
+                f"{_targets(others)}. Remove this file, or plan for that target."
+            )
+        own = merge(own, mine)
+    return own, notes
+
+
+def _targets(curves: Sequence[Curve]) -> str:
+    return ", ".join(sorted({one.target for one in curves})) or "none"
+
+
+def _of_target(
+    config: PlanConfig, curves: Sequence[Curve]
+) -> tuple[list[Curve], list[Curve]]:
+    """Return the curves of this target, and those of others.
+
+    The hash decides; a target without weights is found by its name.
+    """
+    path = config.target.path
+    expected = hash_input(resolve_model(path)) if has_weights(config) else path
+    mine = [
+        one
+        for one in curves
+        if (one.target_hash if has_weights(config) else one.target) == expected
+    ]
+    return mine, [one for one in curves if one not in mine]
+
+
+def _write(
+    config: PlanConfig, folder: RunFolder, outlook: Outlook, notes: Sequence[str]
+) -> None:
+    """Write plan.jsonl and plan.html."""
+    lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in outlook.rows]
+    write_text(folder.path / ROWS, "".join(lines))
+    machine = hardware()
+    provenance = {
+        "command": folder.command(),
+        "code": folder.manifest["git_revision"],
+        "machine": f"{', '.join([machine['cpu'], *machine['gpus']])}, {machine['threads']} threads",
+        "target": "its own weights" if has_weights(config) else "random weights",
+        "drafters": "random weights, which change no time",
+    }
+    write_text(folder.path / PAGE, plan_page(outlook, config, notes, provenance))
+
+
+def _print_dry(config: PlanConfig, found: Sequence[Candidate]) -> None:
+    """Print what would be measured, and the cost of each training."""
+    weights = "its own weights" if has_weights(config) else "random weights"
+    print(f"target: {config.target.path}, {weights}, {config.target.dtype}")
+    for one in found:
+        cost = f"{operations(one.flops_a_token)} for each token of its training"
+        if tokens := config.training_tokens:
+            flop = one.flops_a_token * tokens
+            seconds = flop / config.assumed_tflops / 1e12
+            cost = f"{operations(flop)} on {tokens:,} tokens, {hours(seconds)}"
+        print(f"  {one.name}: {one.parameters / 1e6:.1f} M parameters, {cost}")
+    print(
+        f"would measure {len(found)} drafters of random weights, some {config.cost_seconds:g} s "
+        f"each, and write {ROWS} and {PAGE} into {config.output_dir}"
+    )

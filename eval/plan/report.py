@@ -1,0 +1,177 @@
+"""The plan's page, on the terminal and as plan.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.plan.config import PlanConfig
+from eval.plan.curves import TREE, Curve
+from eval.plan.plots import plan_plots
+from eval.plan.rows import (
+    MEASURED,
+    NONE,
+    PREDICTED,
+    Need,
+    Outlook,
+    PlanRow,
+    best_trained,
+    worth_training,
+)
+from eval.report import text
+from eval.report.page import PAGES
+from eval.report.tables import Table, make_table, used_words
+from eval.report.terminal import print_tables
+from jobs.amounts import hours, operations, size
+
+SPARE = ("memory", "parameters", "tokens/s")
+
+
+def subject(outlook: Outlook, config: PlanConfig) -> str:
+    """Return what is planned, in one line."""
+    how = f"temperature {config.temperature:g}" if config.temperature else "greedy"
+    return (
+        f"{config.target.path}, {config.target.dtype}, {how}, batch {config.batch_size}, context "
+        f"{config.context:,}: {outlook.baseline_tokens_per_second:,.0f} tokens/s without a drafter"
+    )
+
+
+def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
+    """Return what to train, in sentences."""
+    rows, found = outlook.rows, list[str]()
+    chosen, speedup = worth_training(rows), f"{config.speedups[0]:g}x"
+    if not outlook.knows_acceptance:
+        if not chosen:
+            return [f"No acceptance would reach {speedup} here: train nothing."]
+        return [
+            f"No acceptance of this target was measured yet, so nothing is predicted. "
+            f"{chosen[0].drafter} needs the least, {_need(chosen[0].needs[0])} for {speedup}. "
+            f"Train it or any other one, evaluate it, and plan again."
+        ]
+    if trained := best_trained(rows):
+        found.append(
+            f"Fastest of the trained drafters: {trained.drafter}, "
+            f"{text.times(trained.predicted_speedup)} by its measured acceptance, at draft length "
+            f"{trained.num_draft_tokens}."
+        )
+    if not chosen:
+        found.append("No other drafter is predicted to be faster: train nothing.")
+    for number, row in enumerate(chosen):
+        start = "Train" if not number else "Or, for less training, train"
+        found.append(
+            f"{start} {row.drafter}: {_interval(row)} predicted at draft length "
+            f"{row.num_draft_tokens}, {row.tokens_per_second:,.0f} tokens/s, after "
+            f"{operations(row.training_flop)} on {row.training_tokens:,} tokens, "
+            f"{hours(3600 * row.training_hours)} at {config.assumed_tflops:g} TFLOP/s."
+        )
+    return found
+
+
+def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
+    """Return the table of all candidates, the fastest first."""
+    worth = {row.drafter for row in worth_training(outlook.rows)}
+    ranked = sorted(outlook.rows, key=lambda row: (-_speed(row), 2.0 if row.needed is None else row.needed))
+    cells, marks = [], []
+    for row in ranked:
+        cell = {
+            "drafter": row.drafter + " *" * (row.drafter in worth),
+            "parameters": text.amount(row.parameters),
+            "memory": size(row.memory_bytes),
+            "c": text.number(row.cost_ratio, 3),
+            **{f"needs for {one.speedup:g}x": _need(one) for one in row.needs},
+        }
+        if outlook.knows_acceptance:
+            cell |= {
+                "accepted": _accepted(row),
+                "gamma": str(row.num_draft_tokens),
+                "speedup": text.UNRELIABLE if row.unreliable else _interval(row),
+                "tokens/s": text.number(row.tokens_per_second, 1),
+            }
+        cell["training"] = f"{operations(row.training_flop)}, {row.training_hours:.2g} h"
+        cells.append(cell)
+        marks.append("bad" if row.speedup_high is not None and row.speedup_high < 1 else "")
+    return make_table(subject(outlook, config), cells, marks, SPARE)
+
+
+def _speed(row: PlanRow) -> float:
+    return row.predicted_speedup or 0.0
+
+
+def _need(one: Need) -> str:
+    return text.NONE if one.alpha is None else f"{one.alpha:.2f} ({one.num_draft_tokens})"
+
+
+def _interval(row: PlanRow) -> str:
+    """Return the predicted speedup, with bounds unless the acceptance was measured."""
+    bounded = row.acceptance == PREDICTED
+    low, high = (row.speedup_low, row.speedup_high) if bounded else (None, None)
+    return text.with_interval(row.predicted_speedup, low, high)
+
+
+def _accepted(row: PlanRow) -> str:
+    rate = f"{row.alpha_by_depth[0]:.2f}"
+    if row.acceptance == MEASURED:
+        return rate
+    return f"~{rate} [{row.alpha_low[0]:.2f}, {row.alpha_high[0]:.2f}]"
+
+
+def curves_table(curves: Sequence[Curve]) -> Table:
+    """Return the measured acceptances that the predictions use."""
+    cells = [
+        {
+            "drafter": one.drafter,
+            "category": one.kind + " tree" * (one.draft_shape == TREE),
+            "temperature": f"{one.temperature:g}",
+            "tokens trained on": text.amount(one.training_tokens),
+            "by depth": text.rates(one.alpha_by_depth[:6]),
+            "measured": f"{one.source}, {one.benchmark}",
+        }
+        for one in curves
+    ]
+    return make_table("acceptances that the predictions use", cells)
+
+
+def notes_of(outlook: Outlook) -> list[str]:
+    """Return what limits the plan, in sentences."""
+    doubtful: dict[str, list[str]] = {}
+    for row in outlook.rows:
+        if row.unreliable:
+            doubtful.setdefault(row.unreliable, []).append(row.drafter)
+    found = [
+        f"Unreliable costs, as {why}: {', '.join(names)}. Delete their lines of costs.jsonl to "
+        f"measure them again."
+        for why, names in doubtful.items()
+    ]
+    if outlook.error is not None:
+        count = len(outlook.left_out)
+        found.append(
+            f"Acceptance is predicted from {text.count_label(count, 'form')} of trained drafters, "
+            f"with a standard error of {outlook.error:.2f} in its log-odds"
+            + (", assumed, as three forms or more would measure it." if count < 3 else ".")
+        )
+    return found
+
+
+def print_plan(outlook: Outlook, config: PlanConfig, notes: Sequence[str]) -> None:
+    """Print the table, the advice and the notes."""
+    lines = [*advice(outlook, config), *notes, *notes_of(outlook)]
+    print_tables([plan_table(outlook, config)], [], lines, text.PLAN_LEGEND, None)
+
+
+def plan_page(
+    outlook: Outlook, config: PlanConfig, notes: Sequence[str], provenance: dict[str, str]
+) -> str:
+    """Return the content of plan.html. provenance: words and their meanings."""
+    table = plan_table(outlook, config)
+    return PAGES.get_template("plan.html.j2").render(
+        title=f"Plan: drafters for {config.target.path}",
+        warnings=[],
+        cards=[],
+        subject=subject(outlook, config),
+        advice=advice(outlook, config),
+        table=table,
+        legend=used_words(text.PLAN_LEGEND, [table]),
+        notes=[*notes, *notes_of(outlook)],
+        plots=plan_plots(outlook, config.speedups),
+        curves=curves_table(outlook.curves),
+        provenance=provenance,
+    )

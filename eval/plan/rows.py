@@ -1,0 +1,270 @@
+"""Rows of a plan: what each candidate needs, what it is predicted to gain, and what it costs.
+
+The prediction is the speedup formula (decoding/costs/prediction.py) with the measured costs of the
+candidate, and with acceptance rates that are predicted from those of trained drafters
+(eval/plan/acceptance.py), or measured if this drafter was trained already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from decoding.costs.prediction import Costs, needed_alpha, predicted_speedup
+from eval.plan.acceptance import USUAL_TOKENS, AcceptanceModel, choose_curves
+from eval.plan.candidates import Candidate
+from eval.plan.config import PlanConfig
+from eval.plan.costs import MeasuredCosts
+from eval.plan.curves import Curve
+from eval.statistics import metrics
+from training.models.build import dtype_of
+
+MEASURED, PREDICTED, NONE = "measured", "predicted", ""
+ERRORS = 2.0  # standard errors to either side of a prediction
+
+
+@dataclass(frozen=True)
+class Need:
+    """The acceptance rate, equal at all depths, that reaches a speedup."""
+
+    speedup: float
+    alpha: float | None  # None: no acceptance reaches it
+    num_draft_tokens: int | None  # draft length at which this rate is enough
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A line of plan.jsonl. Times in ms, rates in tokens/s of all rows, ratios plain."""
+
+    drafter: str
+    kind: str
+    draft_shape: str
+    layers: int  # of a pruned model; 0 for a head
+    hidden_size: int  # of a pruned model; 0 for a head
+    parameters: int
+    draft_vocab_size: int  # 0: all tokens
+    memory_bytes: int  # weights, and keys and values of the batch, while serving
+    t_draft_ms: float  # of a step; of a complete draft if one_pass
+    t_target_ms: dict[int, float]  # new tokens -> a target forward
+    V: dict[int, float]
+    cost_ratio: float
+    one_pass: bool
+    overhead_ms: float  # of a round, outside its parts
+    plain_ms: float  # a round without a draft
+    nodes: dict[int, int]  # draft length -> verified tokens
+    unreliable: str  # why the costs are unreliable, as a clause; empty: they are reliable
+    needs: list[Need]
+    acceptance: str  # measured | predicted | empty: not known
+    alpha_by_depth: list[float]
+    alpha_low: list[float]  # two standard errors below, equal for a measured acceptance
+    alpha_high: list[float]
+    num_draft_tokens: int | None  # draft length with the largest predicted speedup
+    speedup_by_length: dict[int, float]
+    predicted_speedup: float | None
+    speedup_low: float | None  # at two standard errors of the acceptance
+    speedup_high: float | None
+    tokens_per_second: float | None  # predicted
+    training_tokens: int
+    training_flop: float
+    training_hours: float  # at assumed_tflops
+
+    @property
+    def needed(self) -> float | None:
+        """The acceptance rate for the first of the speedups."""
+        return self.needs[0].alpha
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """All rows of a plan, and what they share."""
+
+    rows: list[PlanRow]
+    curves: list[Curve]  # of this target, that the predictions use
+    error: float | None  # standard error of predicted log-odds; None: no curves
+    left_out: dict[str, float]  # see AcceptanceModel
+    baseline_tokens_per_second: float  # without a drafter
+    V: dict[int, float]  # medians over the rows
+
+    @property
+    def knows_acceptance(self) -> bool:
+        """Whether any acceptance of this target was measured."""
+        return self.error is not None
+
+
+def build_outlook(
+    config: PlanConfig,
+    found: Sequence[tuple[Candidate, MeasuredCosts]],
+    curves: Sequence[Curve],
+) -> Outlook:
+    """Return the plan. curves: of this target."""
+    chosen = choose_curves(curves)
+    model = AcceptanceModel.fit(chosen) if chosen else None
+    tokens = config.training_tokens or (model.usual_tokens if model else USUAL_TOKENS)
+    baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
+    rows = [_row(config, *one, model, chosen, tokens, baseline) for one in found]
+    forwards: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        for n, ratio in row.V.items():
+            forwards[n].append(ratio)
+    V = {n: median(ratios) for n, ratios in sorted(forwards.items())}
+    error, left_out = (model.error, model.left_out) if model else (None, {})
+    return Outlook(rows, chosen, error, left_out, baseline, V)
+
+
+def _row(
+    config: PlanConfig,
+    one: Candidate,
+    measured: MeasuredCosts,
+    model: AcceptanceModel | None,
+    curves: Sequence[Curve],
+    tokens: int,
+    baseline: float,
+) -> PlanRow:
+    costs, ratios, width = measured.costs, measured.ratios, dtype_of(config.target.dtype).itemsize
+    source, rates = acceptance_of(config, one, model, curves, tokens, max(measured.nodes))
+    middle, low, high = rates
+    speedups = predicted_speedups(middle, ratios) if middle else {}
+    length = max(speedups, key=lambda gamma: (speedups[gamma], -gamma)) if speedups else None
+
+    def at_length(alpha_D: list[float]) -> float | None:
+        return None if length is None else predicted_speedup(alpha_D, length, ratios)
+
+    speedup = at_length(middle)
+    flop = one.flops_a_token * tokens
+    cache = config.batch_size * (config.context + config.max_draft_tokens)
+    return PlanRow(
+        drafter=one.name,
+        **{
+            name: getattr(one, name)
+            for name in ("kind", "draft_shape", "layers", "hidden_size", "parameters")
+        },
+        draft_vocab_size=one.draft_vocab_size,
+        memory_bytes=one.parameters * width + cache * one.cache_bytes_a_token,
+        t_draft_ms=costs.t_draft_ms,
+        t_target_ms=dict(enumerate(costs.t_target_ms, start=1)),
+        V=dict(ratios.V),
+        cost_ratio=ratios.cost_ratio,
+        one_pass=measured.one_pass,
+        overhead_ms=costs.overhead_ms,
+        plain_ms=costs.plain_ms,
+        nodes=measured.nodes,
+        unreliable=costs.unreliable,
+        needs=[need(speedup, ratios) for speedup in config.speedups],
+        acceptance=source,
+        alpha_by_depth=middle,
+        alpha_low=low,
+        alpha_high=high,
+        num_draft_tokens=length,
+        speedup_by_length=speedups,
+        predicted_speedup=speedup,
+        speedup_low=at_length(low),
+        speedup_high=at_length(high),
+        tokens_per_second=None if speedup is None else baseline * speedup,
+        training_tokens=tokens,
+        training_flop=flop,
+        training_hours=flop / config.assumed_tflops / 1e12 / 3600,
+    )
+
+
+def need(speedup: float, costs: Costs) -> Need:
+    """Return what reaches a speedup under these costs."""
+    found = needed_alpha(speedup, costs)
+    return Need(speedup, None, None) if found is None else Need(speedup, *found)
+
+
+def predicted_speedups(alpha_D: Sequence[float], costs: Costs) -> dict[int, float]:
+    """Return draft length -> predicted speedup."""
+    return {gamma: predicted_speedup(alpha_D, gamma, costs) for gamma in costs.gammas}
+
+
+def acceptance_of(
+    config: PlanConfig,
+    one: Candidate,
+    model: AcceptanceModel | None,
+    curves: Sequence[Curve],
+    tokens: int,
+    depths: int,
+) -> tuple[str, tuple[list[float], list[float], list[float]]]:
+    """Return where a candidate's acceptance rates come from, and the rates with lower and upper.
+
+    tokens: of its training. depths: number of rates. A drafter of this form that was measured at
+    this temperature, trained on as many tokens if `training_tokens` is set, is not predicted.
+    """
+    if model is None:
+        return NONE, ([], [], [])
+    prospect = one.prospect(tokens, config.temperature)
+    form = (one.kind, one.draft_shape, one.layers, one.hidden_size)
+    same = [
+        curve
+        for curve in curves
+        if (curve.form, curve.temperature) == (form, config.temperature)
+        and config.training_tokens in (0, curve.training_tokens)
+    ]
+    if same:
+        rates = pooled_rates(same)[:depths]
+        return MEASURED, (rates, rates, rates)
+    return PREDICTED, (
+        model.predict(prospect, depths),
+        model.predict(prospect, depths, -ERRORS),
+        model.predict(prospect, depths, ERRORS),
+    )
+
+
+def pooled_rates(curves: Sequence[Curve]) -> list[float]:
+    """Return the acceptance rates of all curves together, before the first depth with few tests.
+
+    Curves without numbers of tests count only where no other is given, and for depth 1 alone.
+    """
+    counted = [one for one in curves if one.tested_by_depth]
+    if not counted:
+        return [fmean(one.alpha_by_depth[0] or 0.0 for one in curves)]
+    tested_D = metrics.add_by_depth([one.tested_by_depth for one in counted])
+    accepted_D = [0.0] * len(tested_D)
+    for one in counted:
+        for k, (alpha, tests) in enumerate(zip(one.alpha_by_depth, one.tested_by_depth, strict=True)):
+            accepted_D[k] += (alpha or 0.0) * tests
+    found: list[float] = []
+    for tested, accepted in zip(tested_D, accepted_D, strict=True):
+        if tested < (metrics.MIN_TESTS if found else 1):
+            break
+        found.append(accepted / tested)
+    return found
+
+
+def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:
+    """Return the fastest drafter among those whose acceptance was measured; None if there is none."""
+    trained = [row for row in rows if row.acceptance == MEASURED]
+    return max(trained, key=lambda row: row.predicted_speedup or 0.0, default=None)
+
+
+def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the candidates to train, the one with the largest predicted speedup first.
+
+    It must be faster than no drafter and than every trained one. The others reach its speedup at
+    their upper bound, and each of them trains in fewer FLOPs than those before it. Where no
+    acceptance is known, the result is the candidate that needs the least.
+    """
+    if all(row.acceptance == NONE for row in rows):
+        able = [row for row in rows if row.needed is not None]
+        return sorted(able, key=lambda row: row.needed or 0.0)[:1]
+    trained = best_trained(rows)
+    to_beat = max(1.0, (trained.predicted_speedup or 0.0) if trained else 0.0)
+    new = [row for row in rows if row.acceptance == PREDICTED]
+    faster = [row for row in new if (row.predicted_speedup or 0.0) > to_beat]
+    chosen: list[PlanRow] = []
+    for row in sorted(faster, key=lambda row: -(row.predicted_speedup or 0.0)):
+        close = not chosen or (row.speedup_high or 0.0) >= (chosen[0].predicted_speedup or 0.0)
+        if close and all(row.training_flop < other.training_flop for other in chosen):
+            chosen.append(row)
+    return chosen
+
+
+def row_of(values: dict[str, Any]) -> PlanRow:
+    """Return the row in a line of plan.jsonl."""
+    for name in ("t_target_ms", "V", "nodes", "speedup_by_length"):  # JSON has no integer keys
+        values[name] = {int(n): value for n, value in values[name].items()}
+    values["needs"] = [Need(**one) for one in values["needs"]]
+    return PlanRow(**values)

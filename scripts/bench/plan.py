@@ -1,0 +1,256 @@
+"""Speedups that eval.plan predicts before a training against those measured after it.
+
+    python scripts/bench/plan.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      "chats=[CHATS.json]" prompts=PROMPTS.jsonl "widths=[0,256]" draft_vocab_size=2048
+
+Every drafter is planned with random weights, then trained, and all of them are measured in one
+interleaved run as chains of fixed length. Each one's speedup at its measured length is predicted
+from the planned costs and from the acceptance of the others alone: the drafter itself is left out.
+As a control, it is also predicted from the mean acceptance of the others. A call with the same
+`work` and settings continues; the minutes of each part are printed.
+"""
+
+import dataclasses
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import eval.plan.job
+from decoding.costs.prediction import predicted_speedup
+from decoding.errors import UserError
+from eval.config import BenchmarkConfig
+from eval.plan.acceptance import AcceptanceModel, choose_curves
+from eval.plan.candidates import Candidate, candidates, drafted_tokens, shape_of_width
+from eval.plan.config import PlanConfig
+from eval.plan.costs import CostFile, MeasuredCosts
+from eval.plan.curves import CHAIN, Curve, collect
+from eval.statistics.schema import Row
+from jobs.config import TargetConfig, plain
+from scripts.bench import common
+from training.models.build import target_config
+
+MEDIAN_GOAL, WORST_GOAL = 0.10, 0.20
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size"),
+)
+
+
+@dataclass
+class Options(common.BenchOptions):
+    target: str = "embedded:target"  # model folder
+    dtype: str = "float32"  # of target and drafters while decoding
+    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
+    held_out_prompts: str = "embedded:held_out_chats"  # held-out prompts of the trainings
+    prompts: str = "embedded:prompts"  # prompts that are decoded after the trainings
+    depths: list[int] = field(default_factory=lambda: [1, 2, 4])  # layers of the pruned models
+    widths: list[int] = field(default_factory=lambda: [0, 128])  # their hidden sizes; 0: target's
+    # kinds of heads
+    heads: list[str] = field(default_factory=lambda: ["recurrent", "medusa", "eagle3", "dflash"])
+    draft_vocab_size: int = 0  # tokens that drafters propose; 0: all
+    steps: int = 80  # of each training
+    tokens_per_step: int = 2048
+    max_length: int = 512  # tokens of a row
+    lr: float = 3e-3  # peak learning rate of models
+    head_lr: float = 3e-3  # of heads
+    temperature: float = 0.0  # of decoding
+    lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # draft lengths of the sweep
+    context: int = 192  # tokens of a row while costs are planned
+    cost_seconds: float = 20.0  # of the plan, for each drafter
+    max_prompts: int = 28
+    max_new_tokens: int = 64
+    work: str = "runs/bench/plan"  # folder of trained drafters and measurements
+    name: str = "plan"  # name of the results file
+
+
+def plan_settings(chosen: Options) -> PlanConfig:
+    """Return the configuration of the plan."""
+    return PlanConfig(
+        job="eval.plan",
+        output_dir=f"{chosen.work}/eval.plan",
+        target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
+        depths=chosen.depths,
+        widths=chosen.widths,
+        heads=chosen.heads,
+        draft_vocab_size=chosen.draft_vocab_size,
+        max_draft_tokens=max(chosen.lengths),
+        context=chosen.context,
+        temperature=chosen.temperature,
+        cost_seconds=chosen.cost_seconds,
+        training_tokens=chosen.steps * chosen.tokens_per_step,
+        acceptance=f"{chosen.work}/acceptance.jsonl",
+        runs=[],
+    )
+
+
+def run_job(job: str, folder: Path, overrides: Sequence[str]) -> None:
+    """Run a job in a process of its own, which ends at once if it is finished."""
+    command = [sys.executable, "-m", job, f"output_dir={folder}", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{job} failed in {folder}: {done.stderr.strip()[-600:]}")
+
+
+def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
+    """Train a drafter and return its folder."""
+    shared = [
+        f"target.path={chosen.target}",
+        f"target.device={chosen.device}",
+        f"threads={chosen.threads}",
+        f"data.chats=[{','.join(chosen.chats)}]",
+        "data.texts=[]",
+        "data.held_out_texts=[]",
+        f"data.max_length={chosen.max_length}",
+    ]
+    drafted = drafted_tokens(plan_settings(chosen), target.vocab_size)
+    loop = [
+        f"loop.max_steps={chosen.steps}",
+        f"loop.tokens_per_step={chosen.tokens_per_step}",
+        f"loop.micro_batch_tokens={chosen.tokens_per_step}",
+        "loop.eval_every=0",
+        "loop.checkpoint_every=0",
+        "loop.dtype=auto",
+        "loop.optimizer.warmup_steps=10",
+        f"held_out.prompts={chosen.held_out_prompts}",
+        "held_out.max_prompts=8",
+        "held_out.costs=none",
+        "doctor=false",
+    ]
+    if one.kind != CHAIN:
+        options = [f"head={one.kind}", f"loop.optimizer.lr={chosen.head_lr}"]
+        if one.draft_vocab_size:
+            options.append(f"head.draft_vocab_size={drafted}")
+        run_job("heads.train", folder, [*options, *shared, "data.held_out_chats=[]", *loop])
+        return folder / "drafter"
+    shape = vars(shape_of_width(one.layers, one.hidden_size, target))
+    sizes = [f"student.{name}={shape[name]}" for name in SIZES]
+    cut = ["importance.sequences=32", "importance.choice=early_exit", *sizes]
+    run_job("distill.prune", folder / "pruned", ["student=shallow", *cut, *shared])
+    start = ["student.init=folder", f"student.path={folder / 'pruned' / 'student'}"]
+    start += [f"student.draft_vocab_size={drafted}", f"loop.optimizer.lr={chosen.lr}"]
+    run_job("distill.train", folder, ["student=shallow", *start, *shared, *loop])
+    return folder / "drafter"
+
+
+def measure(chosen: Options, folders: dict[str, Path], folder: Path) -> list[Row]:
+    """Measure all drafters as fixed chains in one interleaved run; return the main rows."""
+    fixed = {"stopping": "fixed"}
+    entries = []
+    for name, path in folders.items():
+        options: dict[str, Any] = {"use": str(path), "name": name, **fixed}
+        if name == "recurrent":
+            options |= {"beam_width": 1, "by_cost": False}
+        elif not name[0].isdigit():  # a head, and not a model called by its layers
+            options |= {"shape": "chain", "by_cost": False}
+        entries.append(options)
+    rows = common.evaluate_drafters(
+        folder,
+        threads=chosen.threads,
+        target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
+        benchmark=BenchmarkConfig(path=chosen.prompts, too_long="skip", spread=True, render="auto"),
+        drafters=entries,
+        prompt_lookup_control=False,
+        temperatures=[chosen.temperature],
+        sweep=chosen.lengths,
+        sweep_prompts=8,
+        max_prompts=chosen.max_prompts,
+        max_new_tokens=chosen.max_new_tokens,
+        require_lossless=False,
+    )
+    return [row for row in rows if row.drafter in folders]
+
+
+def predict_without(
+    one: Candidate, measured: MeasuredCosts, curves: Sequence[Curve], row: Row, tokens: int
+) -> tuple[float, float]:
+    """Return a drafter's speedup, predicted from the others, and from their mean acceptance."""
+    form = (one.kind, one.draft_shape, one.layers, one.hidden_size)
+    others = [curve for curve in curves if curve.form != form]
+    gamma = row.num_draft_tokens
+    prospect = one.prospect(tokens, row.temperature)
+    alphas = AcceptanceModel.fit(others).predict(prospect, gamma)
+    mean = statistics.mean(curve.alpha_by_depth[0] or 0.0 for curve in others)
+    costs = measured.ratios
+    return predicted_speedup(alphas, gamma, costs), predicted_speedup([mean], gamma, costs)
+
+
+def main() -> None:
+    """Plan, train, measure and compare; print the minutes of each part."""
+    chosen = common.read_options(Options)
+    began, minutes = time.monotonic(), dict[str, float]()
+
+    def part(name: str) -> None:
+        nonlocal began
+        minutes[name] = round((time.monotonic() - began) / 60, 1)
+        print(f"  {name}: {minutes[name]} minutes", file=sys.stderr, flush=True)
+        began = time.monotonic()
+
+    work, config = Path(chosen.work), plan_settings(chosen)
+    eval.plan.job.run(config)
+    part("plan")
+    target: Any = target_config(config.target)
+    found = candidates(config, target)
+    folders = {}
+    for one in found:
+        folder = work / one.name.replace(", ", "_").replace(" ", "_")
+        folders[one.name] = train(chosen, one, target, folder)
+        part(f"training {one.name}")
+    rows = {row.drafter: row for row in measure(chosen, folders, work / "eval.run")}
+    part("evaluation")
+    curves = choose_curves(collect([str(work / "eval.run")])[0])
+    planned = CostFile(config, target, work / "eval.plan")
+    figures = []
+    for one in found:
+        known, row = planned.find(one), rows[one.name]
+        assert known is not None, "the plan measured all drafters"
+        predicted, by_mean = predict_without(one, known, curves, row, config.training_tokens)
+        figures.append(
+            {
+                "drafter": one.name,
+                "alpha": row.alpha,
+                "c": row.cost_ratio,
+                "planned_c": known.ratios.cost_ratio,
+                "gamma": row.num_draft_tokens,
+                "speedup": row.speedup,
+                "low": row.speedup_low,
+                "high": row.speedup_high,
+                "predicted": predicted,
+                "error": predicted / row.speedup - 1,
+                "error_by_mean": by_mean / row.speedup - 1,
+            }
+        )
+    print(common.table(list(figures[0]), [list(one.values()) for one in figures]))
+    errors = [abs(one["error"]) for one in figures]
+    by_mean = [abs(one["error_by_mean"]) for one in figures]
+    middle, worst = statistics.median(errors), max(errors)
+    common.save(
+        chosen.name,
+        chosen,
+        {
+            "median_error": common.goal(middle, middle <= MEDIAN_GOAL),
+            "worst_error": common.goal(worst, worst <= WORST_GOAL),
+            "median_error_by_mean": statistics.median(by_mean),
+            "worst_error_by_mean": max(by_mean),
+            "minutes": minutes,
+            "all_minutes": round(sum(minutes.values()), 1),
+            "rows": figures,
+            "curves": [dataclasses.asdict(one) for one in curves],
+            "settings": plain(config),
+        },
+        show=False,
+    )
+    print(
+        f"median error {middle:.1%} (goal {MEDIAN_GOAL:.0%}), worst {worst:.1%} (goal "
+        f"{WORST_GOAL:.0%}), in {sum(minutes.values()):.0f} minutes"
+    )
+
+
+if __name__ == "__main__":
+    common.run_script(main)

@@ -1,0 +1,332 @@
+"""`eval.plan` as a job: measured costs, its rows and page, resuming, and what it refuses."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.costs.prediction import best_gamma, predicted_speedup
+from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from eval.plan import costs as plan_costs
+from eval.plan.config import PlanConfig
+from eval.plan.costs import FILE, MeasuredCosts
+from eval.plan.curves import Curve, read_curves, write_curves
+from eval.plan.job import PAGE, ROWS, run
+from eval.plan.rows import MEASURED, PREDICTED, PlanRow, row_of
+from eval.report.plots import Plot
+from jobs.config import TargetConfig
+from jobs.run_files import journal_bytes, read_journal_lines
+from tests.support import tiny_folders as tiny
+
+NAMES = ["1 layer, width 32", "2 layers, width 32", "medusa", "eagle3"]
+
+
+def config(home: Path, name: str, **changes: Any) -> PlanConfig:
+    """Return a plan for the target in `home`."""
+    values = {
+        "job": "eval.plan",
+        "output_dir": str(home / name),
+        "target": TargetConfig(path=str(home / "target"), device="cpu", execution="eager"),
+        "depths": [1, 2],
+        "heads": ["medusa", "eagle3"],
+        "max_draft_tokens": 3,
+        "context": 24,
+        "cost_seconds": 0.01,
+        "acceptance": str(home / "acceptance.jsonl"),
+        "runs": [],
+    }
+    return PlanConfig(**{**values, **changes})
+
+
+def rows_in(folder: Path) -> list[PlanRow]:
+    """Return the rows of a plan."""
+    return [row_of(json.loads(line)) for line in (folder / ROWS).read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no pictures, which take most of the time."""
+    monkeypatch.setattr(Plot, "svg", "")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a target, and a plan for it in `planned`."""
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.save(folder / "target")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Plot, "svg", "")
+        run(config(folder, "planned"))
+    return folder
+
+
+def curve(home: Path, kind: str, layers: int, alpha: float, **changes: Any) -> Curve:
+    """Return a measured acceptance of the target in `home`."""
+    values: dict[str, Any] = {
+        "target": str(home / "target"),
+        "target_hash": hash_input(home / "target"),
+        "drafter": kind,
+        "drafter_hash": f"{kind} {layers}",
+        "kind": kind,
+        "draft_shape": "chain",
+        "layers": layers,
+        "hidden_size": 32 if layers else 0,
+        "draft_vocab_size": 0,
+        "training_tokens": 1_000_000,
+        "temperature": 0.0,
+        "alpha_by_depth": [alpha, alpha, alpha],
+        "tested_by_depth": [900, 800, 700],
+        "benchmark": "prompts",
+        "source": "eval.run",
+    }
+    return Curve(**{**values, **changes})
+
+
+def again(home: Path, tmp_path: Path, **changes: Any) -> Path:
+    """Plan once more from the measured costs of `planned`, with other settings."""
+    given = {"costs": str(home / "planned" / FILE), "output_dir": str(tmp_path / "again")}
+    return run(config(home, "", **{**given, **changes}))
+
+
+def test_without_acceptances_every_drafter_has_its_need(home: Path, capsys: Any):
+    rows = rows_in(home / "planned")
+    assert [row.drafter for row in rows] == NAMES
+    for row in rows:
+        assert row.acceptance == ""
+        assert row.predicted_speedup is None
+        assert [one.speedup for one in row.needs] == [1.0, 1.2]
+        assert row.cost_ratio > 0
+        assert row.V[1] == 1
+        assert row.training_flop == pytest.approx(row.training_hours * 3600 * 1e14)
+    deep, shallow = rows[1], rows[0]
+    assert deep.parameters > shallow.parameters
+    assert deep.training_flop > shallow.training_flop
+    assert deep.memory_bytes > shallow.memory_bytes
+    page = (home / "planned" / PAGE).read_text()
+    assert all(name in page for name in NAMES)
+    assert "needs the least" in page
+
+
+def test_the_needed_acceptance_gives_the_speedup_in_the_plan_too(home: Path):
+    file = home / "planned" / FILE
+    measured = read_journal_lines(file, MeasuredCosts.read).records
+    for row, one in zip(rows_in(home / "planned"), measured, strict=True):
+        for need in row.needs:
+            if need.alpha is not None and need.alpha > 1e-9:
+                assert need.num_draft_tokens is not None
+                found = predicted_speedup([need.alpha], need.num_draft_tokens, one.ratios)
+                assert found == pytest.approx(need.speedup, abs=1e-9)
+
+
+def test_the_best_length_is_the_argmax_over_lengths(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.9), curve(home, "medusa", 0, 0.6)])
+    rows = rows_in(again(home, tmp_path, acceptance=str(file)))
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    for row, one in zip(rows, measured, strict=True):
+        speeds = row.speedup_by_length
+        assert row.num_draft_tokens == max(speeds, key=lambda n: (speeds[n], -n))
+        assert row.predicted_speedup == max(speeds.values())
+        best = best_gamma(row.alpha_by_depth, one.ratios)
+        assert best == (row.num_draft_tokens, pytest.approx(row.predicted_speedup))
+        assert sorted(speeds) == list(range(1, max(speeds) + 1))
+
+
+def test_measured_and_predicted_acceptances_are_told_apart(home: Path, tmp_path: Path, capsys: Any):
+    file = tmp_path / "acceptance.jsonl"
+    known = [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)]
+    write_curves(file, [*known, curve(home, "eagle3", 0, 0.5, target="other", target_hash="0")])
+    rows = {row.drafter: row for row in rows_in(again(home, tmp_path, acceptance=str(file)))}
+    assert [rows[name].acceptance for name in NAMES] == [MEASURED, PREDICTED, MEASURED, PREDICTED]
+    one = rows["1 layer, width 32"]
+    assert one.alpha_by_depth == one.alpha_low == one.alpha_high == pytest.approx([0.7] * 3, 1e-2)
+    other = rows["eagle3"]
+    assert other.alpha_low[0] < other.alpha_by_depth[0] < other.alpha_high[0]
+    assert other.speedup_low is not None and other.predicted_speedup is not None
+    assert other.speedup_low <= other.predicted_speedup <= (other.speedup_high or 0)
+    assert "~0." in capsys.readouterr().out
+
+
+def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, tmp_path: Path):
+    speeds = []
+    for number, alpha in enumerate((0.2, 0.5, 0.8, 0.95)):
+        file = tmp_path / f"{number}.jsonl"
+        write_curves(file, [curve(home, "chain", 1, alpha)])
+        folder = again(home, tmp_path / str(number), acceptance=str(file))
+        speeds.append(rows_in(folder)[0].tokens_per_second or 0)
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 1.5 * speeds[0], "a control: the acceptance counts"
+
+
+# ----------------------------------------------------------------------------------------- resuming
+def test_an_interrupted_plan_goes_on_with_the_next_drafter(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[int] = []
+    measure = plan_costs.measure_costs
+
+    def counted(*given: Any, **settings: Any) -> Any:
+        if len(calls) == 2:
+            calls.append(0)
+            raise KeyboardInterrupt
+        calls.append(1)
+        return measure(*given, **settings)
+
+    monkeypatch.setattr(plan_costs, "measure_costs", counted)
+    asked = config(home, "", output_dir=str(tmp_path / "stopped"))
+    with pytest.raises(KeyboardInterrupt):
+        run(asked)
+    before = (tmp_path / "stopped" / FILE).read_bytes()
+    assert before.count(b"\n") == 2
+    assert [path.name for path in (tmp_path / "stopped").glob("random-*")] == []
+    run(asked)
+    assert sum(calls) == 4, "two before, two after"
+    assert (tmp_path / "stopped" / FILE).read_bytes().startswith(before)
+    rows = rows_in(tmp_path / "stopped")
+    run(dataclasses.replace(asked, speedups=[1.1], heads=["eagle3"]))
+    assert sum(calls) == 4, "other speedups and fewer drafters need no measurement"
+    assert [one.cost_ratio for one in rows_in(tmp_path / "stopped")] == [
+        row.cost_ratio for row in rows if row.drafter != "medusa"
+    ]
+
+
+def test_a_damaged_line_is_measured_again(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    folder = tmp_path / "damaged"
+    shutil.copytree(home / "planned", folder)
+    lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"seconds": ', b'"seconds": 1')
+    (folder / FILE).write_bytes(b"".join(lines))
+    run(config(home, "", output_dir=str(folder)))
+    assert "line 2: its checksum does not match" in capsys.readouterr().out
+    assert len(read_journal_lines(folder / FILE, MeasuredCosts.read).records) == 4
+
+
+def test_a_configuration_alone_is_planned_with_random_weights(home: Path, tmp_path: Path):
+    folder = tmp_path / "config"
+    folder.mkdir()
+    shutil.copy(home / "target" / "config.json", folder)
+    target = TargetConfig(path=str(folder), device="cpu", execution="eager")
+    heads = ["recurrent", "dflash", "early_exit"]
+    done = run(config(tmp_path, "random", target=target, depths=[1], widths=[0, 16], heads=heads))
+    rows = rows_in(done)
+    assert [row.drafter for row in rows] == ["1 layer, width 32", "1 layer, width 16", *heads]
+    assert rows[1].parameters < rows[0].parameters
+    assert "random weights" in (done / PAGE).read_text()
+
+
+def test_trees_are_planned_of_heads_that_grow_them(home: Path, tmp_path: Path, capsys: Any):
+    heads = ["eagle3", "early_exit"]
+    done = run(config(home, "", output_dir=str(tmp_path / "trees"), depths=[], heads=heads,
+                      shapes=["chain", "tree"]))  # fmt: skip
+    rows = {row.drafter: row for row in rows_in(done)}
+    assert list(rows) == ["eagle3", "eagle3 tree", "early_exit"]
+    assert rows["eagle3 tree"].nodes[2] > 2
+    assert rows["eagle3"].nodes == {1: 1, 2: 2, 3: 3}
+    assert "early_exit tree is left out" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------- bad input
+def other_architecture(home: Path) -> Path:
+    folder = home / "gpt2"
+    folder.mkdir(exist_ok=True)
+    values = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown head": ({"heads": ["egale3"]}, "'egale3' is no kind of head.*nearest is 'eagle3'"),
+    "a head twice": ({"heads": ["medusa", "medusa"]}, "medusa would be planned twice"),
+    "a wider model": ({"widths": [64]}, "student.hidden_size is 64, expected at most"),
+    "an odd shape": ({"shapes": ["bush"]}, "shapes is .*bush.*expected chain, tree or both"),
+    "no drafter": ({"heads": [], "depths": []}, "combine to no drafter"),
+    "no layer": ({"depths": [0]}, "depths is .*expected whole numbers from 1 up"),
+    "a large batch": ({"batch_size": 10**8}, "rows of 90 tokens.*are free. Lower batch_size"),
+    "a long context": ({"context": 250}, "context is 250, expected at most 190"),
+    "a speedup of 0": ({"speedups": [0.0]}, "speedups is .*expected one or more numbers above 0"),
+    "a cold temperature": ({"temperature": -1.0}, "temperature is -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_settings_are_refused_before_anything_is_measured(
+    name: str, home: Path, tmp_path: Path
+):
+    changes, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        run(config(home, "", **{"output_dir": str(tmp_path / "refused"), **changes}))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_target_of_another_architecture_is_refused(home: Path, tmp_path: Path):
+    target = TargetConfig(path=str(other_architecture(tmp_path)), device="cpu")
+    with pytest.raises(UserError, match="of the family 'gpt2', expected one of llama"):
+        run(config(home, "", output_dir=str(tmp_path / "refused"), target=target))
+
+
+def test_acceptances_of_another_target_are_refused_where_they_are_named(home: Path, tmp_path: Path):
+    file = tmp_path / "others.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7, target="another", target_hash="0")])
+    with pytest.raises(UserError, match="holds no acceptance of .*only of another"):
+        again(home, tmp_path, curves=[str(file)])
+    rows = rows_in(again(home, tmp_path, acceptance=str(file)))  # a file of several targets
+    assert {row.acceptance for row in rows} == {""}
+
+
+def test_a_broken_line_of_acceptances_stops_the_plan(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7)])
+    file.write_text(file.read_text() + '{"target": "torn')
+    with pytest.raises(UserError, match="acceptance.jsonl, line 2: "):
+        again(home, tmp_path, acceptance=str(file))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("hardware", {"cpu": "another", "gpus": [], "threads": 1}, "hardware.cpu is 'another'"),
+        ("target", {"hidden_size": 64}, "target.hidden_size is 64"),
+        ("batch_size", 8, "batch_size is 8 there and 1 here"),
+    ],
+)
+def test_costs_of_another_machine_or_target_are_refused(
+    key: str, value: Any, named: str, home: Path, tmp_path: Path
+):
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    lines = [dataclasses.asdict(one) for one in measured]
+    for line in lines:
+        old = line["conditions"][key]
+        line["conditions"][key] = {**old, **value} if isinstance(value, dict) else value
+    file = tmp_path / FILE
+    file.write_bytes(journal_bytes(lines))
+    with pytest.raises(UserError, match="was measured under other conditions") as raised:
+        again(home, tmp_path, costs=str(file))
+    assert named in str(raised.value)
+
+
+def test_a_dry_run_writes_nothing(home: Path, tmp_path: Path, capsys: Any):
+    run(config(home, "", output_dir=str(tmp_path / "dry"), dry_run=True, training_tokens=10**6))
+    assert not (tmp_path / "dry").exists()
+    out = capsys.readouterr().out
+    assert all(name in out for name in NAMES)
+    assert "would measure 4 drafters" in out
+
+
+def test_runs_are_added_to_the_file_of_acceptances(home: Path, tmp_path: Path):
+    """Use the finished training of the fixtures, whose target is another."""
+    finished = Path(__file__).parent.parent / "fixtures" / "distill.train" / "finished"
+    file = tmp_path / "acceptance.jsonl"
+    for _ in range(2):  # the second time adds nothing
+        again(home, tmp_path, acceptance=str(file), runs=[str(finished)])
+        found = read_curves(file)
+        assert [(one.kind, one.layers, one.temperature) for one in found] == [
+            ("chain", 1, 1.0),
+            ("chain", 1, 0.0),
+        ]
+        assert [one.source for one in found] == ["training", "training"]
