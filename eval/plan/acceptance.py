@@ -61,9 +61,7 @@ def rate_of(log_odds: float) -> float:
 
 def choose_curves(curves: Sequence[Curve]) -> list[Curve]:
     """Return the curves of evaluations, and of trainings whose drafter has no evaluation there."""
-    evaluated = {
-        (one.drafter_hash, one.temperature) for one in curves if one.source == EVALUATION
-    }
+    evaluated = {(one.drafter_hash, one.temperature) for one in curves if one.source == EVALUATION}
     return [
         one
         for one in curves

@@ -93,8 +93,7 @@ class Candidate:
 def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
     """Return all drafters to plan. target: the target's Hugging Face configuration.
 
-    Raises UserError for an unknown head, a head that drafts no tree, and a shape that the target
-    cannot be cut to.
+    Raises UserError for an unknown head, and a shape that the target cannot be cut to.
     """
     found = [
         pruned_model(config, target, layers, width)
@@ -185,9 +184,7 @@ def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -
     if not fits:  # a kind that drafts from all tokens
         chosen.head.draft_vocab_size = 0
         shape = kind.shape(chosen, target)
-    counted = measure(
-        kind, shape, trained_depths(chosen.loss), DTYPES[config.target.dtype], target
-    )
+    counted = measure(kind, shape, trained_depths(chosen.loss), DTYPES[config.target.dtype], target)
     drafted = shape.draft_vocab_size
 
     def write(folder: Path) -> None:

@@ -117,8 +117,8 @@ def check_memory(config: PlanConfig, target: Any, found: Sequence[Candidate]) ->
     raise UserError(
         f"measuring needs some {size(weights + cache + drafter)} (target {size(weights)}, keys and "
         f"values of {config.batch_size} rows of {capacity(config):,} tokens {size(cache)}, the "
-        f"largest drafter {size(drafter)}), and {size(free)} are free. Lower batch_size or context, "
-        f"or set target.dtype=bfloat16."
+        f"largest drafter {size(drafter)}), and {size(free)} are free. Lower batch_size or "
+        f"context, or set target.dtype=bfloat16."
     )
 
 
@@ -218,7 +218,8 @@ class CostFile:
         missing = [one for one in found if self.find(one) is None]
         for number, one in enumerate(missing, start=1):
             began = time.monotonic()
-            with TemporaryDirectory(dir=self.path.parent, prefix="random-", suffix=".partial") as written:
+            # a killed run leaves the folder, which the next one deletes by its suffix
+            with TemporaryDirectory(suffix=".partial", dir=self.path.parent) as written:
                 folder = Path(written) / "drafter"
                 one.write(folder)
                 try:
@@ -257,9 +258,7 @@ class CostFile:
             target,
             drafter,
             prompt,
-            Settings(
-                TOKENS, config.temperature, num_draft_tokens=longest, seed=config.seed
-            ),
+            Settings(TOKENS, config.temperature, num_draft_tokens=longest, seed=config.seed),
             widths=sorted(widths),
             context=config.context,
             batch_size=config.batch_size,

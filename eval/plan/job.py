@@ -1,4 +1,4 @@
-"""The job `eval.plan`: measure costs, predict, print one page, and write plan.jsonl and plan.html."""
+"""The job `eval.plan`: measure costs, predict, print one page, write plan.jsonl and plan.html."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ def _targets(curves: Sequence[Curve]) -> str:
     return ", ".join(sorted({one.target for one in curves})) or "none"
 
 
-def _of_target(
-    config: PlanConfig, curves: Sequence[Curve]
-) -> tuple[list[Curve], list[Curve]]:
+def _of_target(config: PlanConfig, curves: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
     """Return the curves of this target, and those of others.
 
     The hash decides; a target without weights is found by its name.
@@ -157,9 +155,7 @@ def _of_target(
     return mine, [one for one in curves if one not in mine]
 
 
-def _write(
-    config: PlanConfig, folder: RunFolder, outlook: Outlook, notes: Sequence[str]
-) -> None:
+def _write(config: PlanConfig, folder: RunFolder, outlook: Outlook, notes: Sequence[str]) -> None:
     """Write plan.jsonl and plan.html."""
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in outlook.rows]
     write_text(folder.path / ROWS, "".join(lines))

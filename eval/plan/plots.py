@@ -61,8 +61,8 @@ def acceptance_by_cost(outlook: Outlook, speedups: Sequence[float], styles: Styl
         what = "acceptance, measured or predicted with two standard errors"
     return make_plot(
         axes,
-        f"Dashed: acceptance that reaches these speedups, for a chain of single steps with the rest "
-        f"of a round of {chain.drafter}. Points: {what}.",
+        f"Dashed: acceptance that reaches these speedups, for a chain of single steps with the "
+        f"rest of a round of {chain.drafter}. Points: {what}.",
     )
 
 

@@ -9,7 +9,6 @@ from eval.plan.curves import TREE, Curve
 from eval.plan.plots import plan_plots
 from eval.plan.rows import (
     MEASURED,
-    NONE,
     PREDICTED,
     Need,
     Outlook,
@@ -69,7 +68,7 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
 def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
     """Return the table of all candidates, the fastest first."""
     worth = {row.drafter for row in worth_training(outlook.rows)}
-    ranked = sorted(outlook.rows, key=lambda row: (-_speed(row), 2.0 if row.needed is None else row.needed))
+    ranked = sorted(outlook.rows, key=_rank)
     cells, marks = [], []
     for row in ranked:
         cell = {
@@ -92,8 +91,9 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
     return make_table(subject(outlook, config), cells, marks, SPARE)
 
 
-def _speed(row: PlanRow) -> float:
-    return row.predicted_speedup or 0.0
+def _rank(row: PlanRow) -> tuple[float, float]:
+    """Return what ranks by the predicted speedup or, without one, by the needed acceptance."""
+    return -(row.predicted_speedup or 0.0), 2.0 if row.needed is None else row.needed
 
 
 def _need(one: Need) -> str:

@@ -224,7 +224,8 @@ def pooled_rates(curves: Sequence[Curve]) -> list[float]:
     tested_D = metrics.add_by_depth([one.tested_by_depth for one in counted])
     accepted_D = [0.0] * len(tested_D)
     for one in counted:
-        for k, (alpha, tests) in enumerate(zip(one.alpha_by_depth, one.tested_by_depth, strict=True)):
+        rates = zip(one.alpha_by_depth, one.tested_by_depth, strict=True)
+        for k, (alpha, tests) in enumerate(rates):
             accepted_D[k] += (alpha or 0.0) * tests
     found: list[float] = []
     for tested, accepted in zip(tested_D, accepted_D, strict=True):
@@ -235,7 +236,7 @@ def pooled_rates(curves: Sequence[Curve]) -> list[float]:
 
 
 def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """Return the fastest drafter among those whose acceptance was measured; None if there is none."""
+    """Return the fastest drafter whose acceptance was measured; None if there is none."""
     trained = [row for row in rows if row.acceptance == MEASURED]
     return max(trained, key=lambda row: row.predicted_speedup or 0.0, default=None)
 

@@ -182,7 +182,7 @@ def test_an_interrupted_plan_goes_on_with_the_next_drafter(
         run(asked)
     before = (tmp_path / "stopped" / FILE).read_bytes()
     assert before.count(b"\n") == 2
-    assert [path.name for path in (tmp_path / "stopped").glob("random-*")] == []
+    assert [path.name for path in (tmp_path / "stopped").glob("*.partial")] == []
     run(asked)
     assert sum(calls) == 4, "two before, two after"
     assert (tmp_path / "stopped" / FILE).read_bytes().startswith(before)
