@@ -93,8 +93,10 @@ class Candidate:
 def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
     """Return all drafters to plan. target: the target's Hugging Face configuration.
 
-    Raises UserError for an unknown head, and a shape that the target cannot be cut to.
+    Raises UserError for a target of another family, an unknown head, and a shape that the target
+    cannot be cut to.
     """
+    student_config(StudentConfig(), target)  # refuses other families
     found = [
         pruned_model(config, target, layers, width)
         for width in config.widths
