@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -78,6 +78,8 @@ class AcceptanceModel:
     weights: Vector  # F
     constant: float
     usual_tokens: int  # for trainings of an unknown number of tokens
+    # smallest and largest number of tokens of a training: acceptance is not extrapolated beyond
+    tokens_range: tuple[int, int]
     error: float  # standard error of the log-odds of a drafter that was left out
     # drafter -> mean difference of its log-odds from their prediction without it
     left_out: dict[str, float] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class AcceptanceModel:
         """Fit the curves of one target; there must be at least one."""
         tokens = [one.training_tokens for one in curves if one.training_tokens]
         usual = round(median(tokens)) if tokens else USUAL_TOKENS
+        tokens_range = min(tokens, default=usual), max(tokens, default=usual)
         names = sorted({name for one in curves for name in features(Prospect.of(one), 1, usual)})
         rows, y, w, groups = [], [], [], []
         for curve in curves:
@@ -109,13 +112,15 @@ class AcceptanceModel:
         if len(differences) < 3:
             error, penalty = UNKNOWN_ERROR, 1.0
         means, weights, constant = _ridge(X, targets, importance, penalty)
-        return cls(names, means, weights, constant, usual, error, differences)
+        return cls(names, means, weights, constant, usual, tokens_range, error, differences)
 
     def predict(self, one: Prospect, depths: int, errors: float = 0.0) -> list[float]:
         """Return the acceptance rates at depths 1 to `depths`.
 
         errors: standard errors that are added to the log-odds.
         """
+        least, most = self.tokens_range
+        one = replace(one, training_tokens=min(max(one.training_tokens, least), most))
         found = []
         for k in range(1, depths + 1):
             known = features(one, k, self.usual_tokens)

@@ -56,8 +56,9 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
         found.append("No other drafter is predicted to be faster: train nothing.")
     for number, row in enumerate(chosen):
         start = "Train" if not number else "Or, for less training, train"
+        doubt = " from unreliable costs" if row.unreliable else ""
         found.append(
-            f"{start} {row.drafter}: {_interval(row)} predicted at draft length "
+            f"{start} {row.drafter}: {_interval(row)} predicted{doubt} at draft length "
             f"{row.num_draft_tokens}, {row.tokens_per_second:,.0f} tokens/s, after "
             f"{operations(row.training_flop)} on {row.training_tokens:,} tokens, "
             f"{hours(3600 * row.training_hours)} at {config.assumed_tflops:g} TFLOP/s."
@@ -141,6 +142,13 @@ def notes_of(outlook: Outlook) -> list[str]:
         f"measure them again."
         for why, names in doubtful.items()
     ]
+    tokens, (least, most) = outlook.rows[0].training_tokens, outlook.known_tokens
+    if most and not least <= tokens <= most:
+        nearest = min(max(tokens, least), most)
+        found.append(
+            f"The known drafters were trained on {least:,} to {most:,} tokens, so for {tokens:,} "
+            f"the acceptance of {nearest:,} is predicted."
+        )
     if outlook.error is not None:
         count = len(outlook.left_out)
         found.append(

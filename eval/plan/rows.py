@@ -85,6 +85,7 @@ class Outlook:
     curves: list[Curve]  # of this target, that the predictions use
     error: float | None  # standard error of predicted log-odds; None: no curves
     left_out: dict[str, float]  # see AcceptanceModel
+    known_tokens: tuple[int, int]  # see AcceptanceModel.tokens_range; (0, 0): no curves
     baseline_tokens_per_second: float  # without a drafter
     V: dict[int, float]  # medians over the rows
 
@@ -110,8 +111,9 @@ def build_outlook(
         for n, ratio in row.V.items():
             forwards[n].append(ratio)
     V = {n: median(ratios) for n, ratios in sorted(forwards.items())}
-    error, left_out = (model.error, model.left_out) if model else (None, {})
-    return Outlook(rows, chosen, error, left_out, baseline, V)
+    if model is None:
+        return Outlook(rows, chosen, None, {}, (0, 0), baseline, V)
+    return Outlook(rows, chosen, model.error, model.left_out, model.tokens_range, baseline, V)
 
 
 def _row(

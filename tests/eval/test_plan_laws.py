@@ -147,6 +147,15 @@ def test_training_and_temperature_move_the_prediction_as_they_were_measured():
     assert rate(training_tokens=1 << 24) > rate() > rate(temperature=1.0)
 
 
+def test_acceptance_is_not_extrapolated_beyond_the_known_trainings():
+    model = AcceptanceModel.fit([*KNOWN, *(curve(kind, training_tokens=1 << 24) for kind in HEADS)])
+
+    def rates(tokens: int) -> list[float]:
+        return model.predict(Prospect.of(curve("eagle3", training_tokens=tokens)), 3)
+
+    assert rates(1 << 40) == rates(1 << 24) > rates(1 << 22) > rates(1 << 20) == rates(1)
+
+
 def test_an_evaluation_replaces_the_figure_of_the_same_training():
     trained = dataclasses.replace(KNOWN[0], source="training", tested_by_depth=[])
     elsewhere = dataclasses.replace(trained, temperature=1.0)
