@@ -68,15 +68,21 @@ class Candidate:
         sizes = (self.kind, self.draft_shape, self.layers, self.hidden_size)
         return Prospect(*sizes, training_tokens, temperature)
 
-    def load(self, folder: Path, target: Target) -> Drafter:
-        """Load the drafter of a folder that `write` wrote, as eval.run loads a trained one."""
-        choice = choose_drafter({"use": str(folder)})
-        known, asked = options_of(choice.kind) or set(), dict(choice.options)
-        # a fixed chain or tree, as decisions by cost need the costs that are measured here
+    def fixed_options(self, kind: type) -> dict[str, Any]:
+        """Return the options of a drafter's class for chains or trees of a fixed size.
+
+        Decisions by cost need the costs that are measured here.
+        """
         fixed: dict[str, Any] = {"shape": self.draft_shape, "by_cost": False}
         if self.draft_shape == CHAIN:
             fixed["beam_width"] = 1
-        asked |= {option: value for option, value in fixed.items() if option in known}
+        known = options_of(kind) or set()
+        return {option: value for option, value in fixed.items() if option in known}
+
+    def load(self, folder: Path, target: Target) -> Drafter:
+        """Load the drafter of a folder that `write` wrote, as eval.run loads a trained one."""
+        choice = choose_drafter({"use": str(folder)})
+        asked = {**choice.options, **self.fixed_options(choice.kind)}
         options = with_target_settings(
             choice.kind,
             asked,

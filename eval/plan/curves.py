@@ -186,9 +186,15 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
         facts = _of_card(origin.card, Path(origin.folder))
         if facts:
             rates = [(a / n if n else None) for n, a in zip(tested, accepted, strict=True)]
-            shape = {"draft_shape": same[0].draft_shape, "temperature": temperature}
-            measured = {"benchmark": same[0].benchmark, "source": EVALUATION}
-            yield Curve(**facts, **shape, alpha_by_depth=rates, tested_by_depth=tested, **measured)
+            yield Curve(
+                **facts,
+                draft_shape=same[0].draft_shape,
+                temperature=temperature,
+                alpha_by_depth=rates,
+                tested_by_depth=tested,
+                benchmark=same[0].benchmark,
+                source=EVALUATION,
+            )
 
 
 def _of_training(folder: Path) -> Iterator[Curve]:

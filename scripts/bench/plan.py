@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import eval.plan.job
 from decoding.costs.prediction import predicted_speedup
+from decoding.drafters.build import choose_drafter
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig
 from eval.plan.acceptance import AcceptanceModel, choose_curves
@@ -56,7 +57,7 @@ class Options(common.BenchOptions):
     heads: list[str] = field(default_factory=lambda: ["recurrent", "medusa", "eagle3", "dflash"])
     draft_vocab_size: int = 0  # tokens that drafters propose; 0: all
     steps: int = 80  # of each training
-    tokens_per_step: int = 2048
+    tokens_per_step: int = 2048  # of each training
     max_length: int = 512  # tokens of a row
     lr: float = 3e-3  # peak learning rate of models
     head_lr: float = 3e-3  # of heads
@@ -64,8 +65,8 @@ class Options(common.BenchOptions):
     lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # draft lengths of the sweep
     context: int = 192  # tokens of a row while costs are planned
     cost_seconds: float = 20.0  # of the plan, for each drafter
-    max_prompts: int = 28
-    max_new_tokens: int = 64
+    max_prompts: int = 28  # decoded, of which the sweep has 8
+    max_new_tokens: int = 64  # of an answer
     work: str = "runs/bench/plan"  # folder of trained drafters and measurements
     name: str = "plan"  # name of the results file
 
@@ -132,6 +133,7 @@ def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
     shape = vars(shape_of_width(one.layers, one.hidden_size, target))
     sizes = [f"student.{name}={shape[name]}" for name in SIZES]
     cut = ["importance.sequences=32", "importance.choice=early_exit", *sizes]
+    cut.append(f"importance.cache_dir={folder.parent / 'importance'}")
     run_job("distill.prune", folder / "pruned", ["student=shallow", *cut, *shared])
     start = ["student.init=folder", f"student.path={folder / 'pruned' / 'student'}"]
     start += [f"student.draft_vocab_size={drafted}", f"loop.optimizer.lr={chosen.lr}"]
@@ -139,18 +141,13 @@ def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
     return folder / "drafter"
 
 
-def measure(chosen: Options, folders: dict[str, Path], folder: Path) -> list[Row]:
+def measure(chosen: Options, trained: Sequence[tuple[Candidate, Path]], folder: Path) -> list[Row]:
     """Measure all drafters as fixed chains in one interleaved run; return the main rows."""
-    fixed = {"stopping": "fixed"}
     entries = []
-    for name, path in folders.items():
-        options: dict[str, Any] = {"use": str(path), "name": name, **fixed}
-        if name == "recurrent":
-            options |= {"beam_width": 1, "by_cost": False}
-        elif not name[0].isdigit():  # a head, and not a model called by its layers
-            options |= {"shape": "chain", "by_cost": False}
-        entries.append(options)
-    rows = common.evaluate_drafters(
+    for one, path in trained:
+        fixed = one.fixed_options(choose_drafter(path).kind)
+        entries.append({"use": str(path), "name": one.name, "stopping": "fixed", **fixed})
+    return common.evaluate_drafters(
         folder,
         threads=chosen.threads,
         target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
@@ -164,7 +161,6 @@ def measure(chosen: Options, folders: dict[str, Path], folder: Path) -> list[Row
         max_new_tokens=chosen.max_new_tokens,
         require_lossless=False,
     )
-    return [row for row in rows if row.drafter in folders]
 
 
 def predict_without(
@@ -179,6 +175,26 @@ def predict_without(
     mean = statistics.mean(curve.alpha_by_depth[0] or 0.0 for curve in others)
     costs = measured.ratios
     return predicted_speedup(alphas, gamma, costs), predicted_speedup([mean], gamma, costs)
+
+
+def compare(
+    one: Candidate, known: MeasuredCosts, curves: Sequence[Curve], row: Row, tokens: int
+) -> dict[str, Any]:
+    """Return a drafter's measured figures beside the predicted ones, with their relative errors."""
+    predicted, by_mean = predict_without(one, known, curves, row, tokens)
+    return {
+        "drafter": one.name,
+        "alpha": row.alpha,
+        "c": row.cost_ratio,
+        "planned_c": known.ratios.cost_ratio,
+        "gamma": row.num_draft_tokens,
+        "speedup": row.speedup,
+        "low": row.speedup_low,
+        "high": row.speedup_high,
+        "predicted": predicted,
+        "error": predicted / row.speedup - 1,
+        "error_by_mean": by_mean / row.speedup - 1,
+    }
 
 
 def main() -> None:
@@ -197,35 +213,20 @@ def main() -> None:
     part("plan")
     target: Any = target_config(config.target)
     found = candidates(config, target)
-    folders = {}
+    trained = []
     for one in found:
         folder = work / one.name.replace(", ", "_").replace(" ", "_")
-        folders[one.name] = train(chosen, one, target, folder)
+        trained.append((one, train(chosen, one, target, folder)))
         part(f"training {one.name}")
-    rows = {row.drafter: row for row in measure(chosen, folders, work / "eval.run")}
+    rows = {row.drafter: row for row in measure(chosen, trained, work / "eval.run")}
     part("evaluation")
     curves = choose_curves(collect([str(work / "eval.run")])[0])
     planned = CostFile(config, target, work / "eval.plan")
     figures = []
     for one in found:
-        known, row = planned.find(one), rows[one.name]
+        known = planned.find(one)
         assert known is not None, "the plan measured all drafters"
-        predicted, by_mean = predict_without(one, known, curves, row, config.training_tokens)
-        figures.append(
-            {
-                "drafter": one.name,
-                "alpha": row.alpha,
-                "c": row.cost_ratio,
-                "planned_c": known.ratios.cost_ratio,
-                "gamma": row.num_draft_tokens,
-                "speedup": row.speedup,
-                "low": row.speedup_low,
-                "high": row.speedup_high,
-                "predicted": predicted,
-                "error": predicted / row.speedup - 1,
-                "error_by_mean": by_mean / row.speedup - 1,
-            }
-        )
+        figures.append(compare(one, known, curves, rows[one.name], config.training_tokens))
     print(common.table(list(figures[0]), [list(one.values()) for one in figures]))
     errors = [abs(one["error"]) for one in figures]
     by_mean = [abs(one["error_by_mean"]) for one in figures]
