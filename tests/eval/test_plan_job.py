@@ -11,13 +11,16 @@ import pytest
 from decoding.costs.prediction import best_gamma, predicted_speedup
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
+from eval.measure import parts
 from eval.plan import costs as plan_costs
 from eval.plan.config import PlanConfig
 from eval.plan.costs import FILE, MeasuredCosts
-from eval.plan.curves import Curve, read_curves, write_curves
+from eval.plan.curves import Curve, collect, read_curves, write_curves
 from eval.plan.job import PAGE, ROWS, run
 from eval.plan.rows import MEASURED, PREDICTED, PlanRow, row_of
 from eval.report.plots import Plot
+from eval.run import run as evaluate
+from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
 from jobs.run_files import journal_bytes, read_journal_lines
 from tests.support import tiny_folders as tiny
@@ -330,3 +333,38 @@ def test_runs_are_added_to_the_file_of_acceptances(home: Path, tmp_path: Path):
             ("chain", 1, 0.0),
         ]
         assert [one.source for one in found] == ["training", "training"]
+
+
+def test_an_evaluation_gives_the_acceptance_that_it_measured(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
+    monkeypatch.setattr(Plot, "png", b"")
+    shutil.copytree(home / "target", tmp_path / "target")
+    tiny.prompts(tmp_path / "prompts.jsonl")
+    shallow = tiny.save(tmp_path / "shallow", layers=1)
+    card = {
+        "name": "shallow",
+        "target": str(home / "target"),
+        "target_hash": hash_input(home / "target"),
+        "drafter_hash": hash_input(shallow),
+        "shape": {"num_hidden_layers": 1, "hidden_size": 32},
+        "data": {"tokens_seen": 4096},
+    }
+    (shallow / "drafter_card.json").write_text(json.dumps(card))
+    asked = {"temperatures": [0.0], "sweep": [], "sweep_prompts": 0, "num_draft_tokens": [2]}
+    evaluate(tiny.config(tmp_path, "evaluated", timing_repeats=1, **asked))
+    rows = read_rows(tmp_path / "evaluated" / "results.jsonl")
+    (row,) = (row for row in rows if row.drafter == "shallow")
+    (found,) = collect([str(tmp_path / "evaluated")])[0]  # lookup has no card
+    assert found.alpha_by_depth == row.alpha_by_depth
+    assert found.tested_by_depth == row.tested_by_depth
+    assert (found.kind, found.layers, found.hidden_size) == ("chain", 1, 32)
+    assert (found.draft_shape, found.training_tokens) == ("chain", 4096)
+    folder = again(home, tmp_path, runs=[str(tmp_path / "evaluated")],
+                   acceptance=str(tmp_path / "acceptance.jsonl"))  # fmt: skip
+    one = rows_in(folder)[0]
+    assert (one.acceptance, one.alpha_by_depth[0]) == (MEASURED, row.alpha_by_depth[0])
+    (shallow / "drafter_card.json").write_text(json.dumps({**card, "drafter_hash": "other"}))
+    evaluate(tiny.config(tmp_path, "other card", timing_repeats=1, **asked))
+    assert collect([str(tmp_path / "other card")])[0] == [], "a control: the card is of others"
