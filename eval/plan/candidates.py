@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from decoding.drafters.build import choose_drafter, options_of, with_target_settings
+from decoding.drafters.registry import AUTO
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.draft_vocabulary import restrict_head
@@ -34,7 +35,14 @@ from training.heads.dry_run import token_flops
 from training.heads.loss_config import trained_depths
 from training.heads.measure import measure
 from training.models.build import random_model
-from training.models.shapes import head_rows, parameter_counts, sizes_of, target_widths
+from training.models.shapes import (
+    cache_bytes_per_token,
+    head_rows,
+    layers_of,
+    parameter_counts,
+    sizes_of,
+    target_widths,
+)
 
 SPREAD = 0.02  # standard deviation of a head's random weights
 RANDOM = "random weights"  # in place of the path of a target
@@ -51,7 +59,7 @@ class Candidate:
     hidden_size: int  # of a pruned model; 0 for a head
     draft_vocab_size: int  # 0: all tokens
     parameters: int
-    cache_bytes_a_token: int  # keys and values of a row
+    cache_bytes_a_token: int  # what drafting stores for each token of a row, such as its keys
     flops_a_token: float  # of a training step, for each token of the data
     longest: int  # draft
     shape: Mapping[str, Any]  # all sizes that its costs depend on
@@ -89,7 +97,7 @@ class Candidate:
             backend="hf" if target.backend.startswith("hf") else "native",
             dtype=target.dtype,
             device=str(target.device),
-            execution=getattr(target, "execution", "eager"),
+            execution=getattr(target, "execution", AUTO),
         )
         drafter: Drafter = choice.kind(**options)
         drafter.prepare(target, None)
@@ -154,8 +162,6 @@ def pruned_model(config: PlanConfig, target: Any, layers: int, width: int) -> Ca
     drafted = drafted_tokens(config, target.vocab_size)
     if drafted:
         student.draft_vocab_size, student.tie_word_embeddings = drafted, False
-    sizes = {**sizes_of(student), "rows": head_rows(student)}
-    count = parameter_counts(student)["all"]
 
     def write(folder: Path) -> None:
         built = student_config(shape_of_width(layers, width, target), target)
@@ -167,18 +173,18 @@ def pruned_model(config: PlanConfig, target: Any, layers: int, width: int) -> Ca
 
     widths = target_widths(student)
     return Candidate(
-        f"{layers} layer{'s' * (layers != 1)}, width {widths['hidden_size']}",
-        CHAIN,
-        CHAIN,
-        layers,
-        widths["hidden_size"],
-        drafted,
-        count,
-        2 * layers * widths["num_key_value_heads"] * widths["head_dim"] * _width(config),
-        training_flops(student, target),
-        config.max_draft_tokens,
-        sizes,
-        write,
+        name=f"{layers_of(student)}, width {widths['hidden_size']}",
+        kind=CHAIN,
+        draft_shape=CHAIN,
+        layers=layers,
+        hidden_size=widths["hidden_size"],
+        draft_vocab_size=drafted,
+        parameters=parameter_counts(student)["all"],
+        cache_bytes_a_token=cache_bytes_per_token(student, DTYPES[config.target.dtype].itemsize),
+        flops_a_token=training_flops(student, target),
+        longest=config.max_draft_tokens,
+        shape={**sizes_of(student), "rows": head_rows(student)},
+        write=write,
     )
 
 
@@ -192,7 +198,8 @@ def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -
     if not fits:  # a kind that drafts from all tokens
         chosen.head.draft_vocab_size = 0
         shape = kind.shape(chosen, target)
-    counted = measure(kind, shape, trained_depths(chosen.loss), DTYPES[config.target.dtype], target)
+    dtype = DTYPES[config.target.dtype]
+    counted = measure(kind, shape, trained_depths(chosen.loss), dtype, target)
     drafted = shape.draft_vocab_size
 
     def write(folder: Path) -> None:
@@ -205,27 +212,21 @@ def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -
             head.token_ids_V = spread_ids(drafted, shape.vocab_size)
         save_head(kind.layout, shape, head, folder)
 
-    tree = " tree" * (draft_shape == TREE)
-    longest = min(config.max_draft_tokens, kind.longest_draft(shape) or config.max_draft_tokens)
-    widths = target_widths(target)
+    longest = kind.longest_draft(shape) or config.max_draft_tokens
     return Candidate(
-        name + tree,
-        name,
-        draft_shape,
-        0,
-        0,
-        drafted,
-        counted.parameters,
-        2 * widths["num_key_value_heads"] * widths["head_dim"] * _width(config),
-        token_flops(chosen, target, counted),
-        longest,
-        asdict(shape),
-        write,
+        name=name + " tree" * (draft_shape == TREE),
+        kind=name,
+        draft_shape=draft_shape,
+        layers=0,
+        hidden_size=0,
+        draft_vocab_size=drafted,
+        parameters=counted.parameters,
+        cache_bytes_a_token=kind.cached_numbers(shape) * dtype.itemsize,
+        flops_a_token=token_flops(chosen, target, counted),
+        longest=min(config.max_draft_tokens, longest),
+        shape=asdict(shape),
+        write=write,
     )
-
-
-def _width(config: PlanConfig) -> int:
-    return DTYPES[config.target.dtype].itemsize
 
 
 def _check_head(name: str) -> None:

@@ -104,6 +104,9 @@ class BlockKind(BlockPredictions, HeadKind):
     def longest_draft(self, shape: BlockConfig) -> int:
         return shape.num_drafts
 
+    def cached_numbers(self, shape: BlockConfig) -> int:
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
     def rules(self, config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
         options, last = config.head, shape.target_layers - 1
         drafts, kind = config.loss.predict_n_tokens, config.parallel.kind

@@ -95,6 +95,9 @@ class EagleKind(EaglePredictions, HeadKind):
     def taps(self, shape: EagleConfig) -> Layers:
         return shape.taps
 
+    def cached_numbers(self, shape: EagleConfig) -> int:
+        return shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim  # states, keys, values
+
     def rules(self, config: EagleTrainConfig, shape: EagleConfig) -> dict[str, tuple[bool, str]]:
         options = config.head
         tokens = config.loss.predict_n_tokens if self.parallel else 0

@@ -87,6 +87,9 @@ class EarlyExitKind(HeadKind):
     def taps(self, shape: EarlyExitConfig) -> Layers:
         return (shape.exit_layer,)
 
+    def cached_numbers(self, shape: EarlyExitConfig) -> int:
+        return 2 * shape.num_kv_heads * shape.head_dim  # of the trained layer
+
     def shape(self, config: EarlyExitTrainConfig, target: Any) -> EarlyExitConfig:
         options = config.head
         return EarlyExitConfig.of_target(

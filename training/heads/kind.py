@@ -97,6 +97,10 @@ class HeadKind(PredictingHead, Protocol):
         """Return the largest number of tokens of a chain; None: no limit."""
         return None
 
+    def cached_numbers(self, shape: Any) -> int:
+        """Return the count of numbers that drafting stores for each token, keys and values too."""
+        return 0
+
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
         """Return rules for this kind's keys: key -> (validity of its value, expected values)."""
         return {}
