@@ -2,9 +2,10 @@
 
 The log-odds of the acceptance rate at depth k are linear in what is known before a training: the
 drafter's kind, for a model the logarithms of its layers and width, the logarithms of the tokens
-trained on and of k, and the temperature. The weights are a ridge regression, whose penalty is the
-one that predicts best when every drafter is left out in turn. The error of these predictions is
-that of a new one. A kind that no drafter has is predicted as the mean of the other heads.
+trained on and of k, and the temperature. The weights come from a ridge regression (Hoerl and
+Kennard 1970). Its penalty has the smallest error if every form of drafter is left out in turn and
+predicted from the others, and this error is taken as that of a new drafter. A kind of head that no
+drafter has is predicted near the mean of the other heads.
 
 Shapes: N measured depths of all curves, F features, G groups that are left out together.
 """
@@ -12,22 +13,22 @@ Shapes: N measured depths of all curves, F features, G groups that are left out 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.plan.curves import CHAIN, EVALUATION, PARALLEL, TREE, Curve
+from eval.plan.curves import EVALUATION, MODELS, TREE, Curve
 
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Standard error of the log-odds if fewer than three drafters are known: it turns a rate of 0.5 into
-# one of 0.27 to 0.73 within two errors.
-UNKNOWN_ERROR = 0.5
+# Penalty and standard error of the log-odds if fewer forms are known than FEWEST_FORMS. Two of these
+# errors turn a rate of 0.5 into one of 0.27 to 0.73.
+UNKNOWN_PENALTY, UNKNOWN_ERROR = 1.0, 0.5
+FEWEST_FORMS = 3  # of drafters whose predictions give an error and a penalty
 HALF = 50  # tests at which a rate has half of the largest weight
 USUAL_TOKENS = 100_000_000  # trained on, if no drafter is known
-WIDTH_UNIT = 512  # hidden size whose logarithm counts as 0, as that of one layer does
 
 Vector = NDArray[np.float64]
 
@@ -70,6 +71,26 @@ def choose_curves(curves: Sequence[Curve]) -> list[Curve]:
 
 
 @dataclass(frozen=True)
+class Usual:
+    """Medians of the known drafters, whose logarithms count as 0."""
+
+    training_tokens: float
+    layers: float  # of the models
+    hidden_size: float  # of the models
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve]) -> Usual:
+        """Return the medians of these curves' drafters."""
+        tokens = [one.training_tokens for one in curves if one.training_tokens]
+        models = [one for one in curves if one.kind in MODELS]
+        return cls(
+            median(tokens or [USUAL_TOKENS]),
+            median([one.layers for one in models] or [1]),
+            median([one.hidden_size for one in models] or [1]),
+        )
+
+
+@dataclass(frozen=True)
 class AcceptanceModel:
     """Ridge regression of the log-odds of acceptance rates."""
 
@@ -77,19 +98,19 @@ class AcceptanceModel:
     means: Vector  # F
     weights: Vector  # F
     constant: float
-    usual_tokens: int  # for trainings of an unknown number of tokens
+    usual: Usual  # its tokens are those of trainings of an unknown number
     # smallest and largest number of tokens of a training: acceptance is not extrapolated beyond
     tokens_range: tuple[int, int]
     error: float  # standard error of the log-odds of a drafter that was left out
-    # drafter -> mean difference of its log-odds from their prediction without it
+    # form of drafter -> mean difference of its log-odds from their prediction without it; empty
+    # if fewer than FEWEST_FORMS are known
     left_out: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, curves: Sequence[Curve]) -> AcceptanceModel:
         """Fit the curves of one target; there must be at least one."""
-        tokens = [one.training_tokens for one in curves if one.training_tokens]
-        usual = round(median(tokens)) if tokens else USUAL_TOKENS
-        tokens_range = min(tokens, default=usual), max(tokens, default=usual)
+        usual = Usual.of(curves)
+        tokens = [one.training_tokens or round(usual.training_tokens) for one in curves]
         names = sorted({name for one in curves for name in features(Prospect.of(one), 1, usual)})
         rows, y, w, groups = [], [], [], []
         for curve in curves:
@@ -103,16 +124,17 @@ class AcceptanceModel:
                 w.append(tests / (tests + HALF))
                 groups.append(str(curve.form))
         X, targets, importance = np.array(rows), np.array(y), np.array(w)
-        found = []
-        for penalty in PENALTIES:
-            differences = _left_out(X, targets, importance, groups, penalty)
-            squares = [difference**2 for difference in differences.values()]
-            found.append((math.sqrt(sum(squares) / len(squares)), penalty, differences))
-        error, penalty, differences = min(found, key=lambda one: one[0])
-        if len(differences) < 3:
-            error, penalty = UNKNOWN_ERROR, 1.0
+        error, penalty, left_out = UNKNOWN_ERROR, UNKNOWN_PENALTY, dict[str, float]()
+        if len(set(groups)) >= FEWEST_FORMS:
+            tried = [
+                (penalty, _left_out(X, targets, importance, groups, penalty))
+                for penalty in PENALTIES
+            ]
+            penalty, left_out = min(tried, key=lambda one: _root_mean_square(one[1].values()))
+            error = _root_mean_square(left_out.values())
         means, weights, constant = _ridge(X, targets, importance, penalty)
-        return cls(names, means, weights, constant, usual, tokens_range, error, differences)
+        tokens_range = min(tokens), max(tokens)
+        return cls(names, means, weights, constant, usual, tokens_range, error, left_out)
 
     def predict(self, one: Prospect, depths: int, errors: float = 0.0) -> list[float]:
         """Return the acceptance rates at depths 1 to `depths`.
@@ -120,28 +142,30 @@ class AcceptanceModel:
         errors: standard errors that are added to the log-odds.
         """
         least, most = self.tokens_range
-        one = replace(one, training_tokens=min(max(one.training_tokens, least), most))
+        tokens = one.training_tokens or round(self.usual.training_tokens)
+        one = replace(one, training_tokens=min(max(tokens, least), most))
         found = []
         for k in range(1, depths + 1):
-            known = features(one, k, self.usual_tokens)
+            known = features(one, k, self.usual)
             x = np.array([known.get(name, 0.0) for name in self.names]) - self.means
             found.append(rate_of(self.constant + float(x @ self.weights) + errors * self.error))
         return found
 
 
-def features(one: Prospect, depth: int, usual_tokens: int) -> dict[str, float]:
+def features(one: Prospect, depth: int, usual: Usual) -> dict[str, float]:
     """Return the features of a drafter at a depth; absent ones are 0."""
+    tokens = one.training_tokens or usual.training_tokens
     found = {
         f"kind {one.kind}": 1.0,
-        "tokens": math.log2((one.training_tokens or usual_tokens) / usual_tokens),
+        "tokens": math.log2(tokens / usual.training_tokens),
         "depth": math.log2(depth),
         "temperature": one.temperature,
     }
     if one.draft_shape == TREE:
         found["tree"] = 1.0
-    if one.kind in (CHAIN, PARALLEL):
-        found |= {"model": 1.0, "layers": math.log2(one.layers)}
-        found["width"] = math.log2(one.hidden_size / WIDTH_UNIT)
+    if one.kind in MODELS:
+        found |= {"model": 1.0, "layers": math.log2(one.layers / usual.layers)}
+        found["width"] = math.log2(one.hidden_size / usual.hidden_size)
     return found
 
 
@@ -149,10 +173,9 @@ def _ridge(X: Vector, y: Vector, w: Vector, penalty: float) -> tuple[Vector, Vec
     """Return (means, weights, constant) of a weighted ridge regression; the constant is free."""
     means, mean = np.average(X, axis=0, weights=w), float(np.average(y, weights=w))
     Z = X - means
-    weights = np.linalg.solve(
-        Z.T @ (w[:, None] * Z) + penalty * np.eye(X.shape[1]), Z.T @ (w * (y - mean))
-    )
-    return means, weights, mean
+    squares = Z.T @ (w[:, None] * Z) + penalty * np.eye(X.shape[1])
+    weights = np.linalg.solve(squares, Z.T @ (w * (y - mean)))
+    return means, np.asarray(weights, np.float64), mean
 
 
 def _left_out(
@@ -162,9 +185,11 @@ def _left_out(
     found: dict[str, float] = {}
     for group in dict.fromkeys(groups):
         mine = np.array([one == group for one in groups])
-        if mine.all():
-            return {group: UNKNOWN_ERROR}
         means, weights, constant = _ridge(X[~mine], y[~mine], w[~mine], penalty)
         predicted = constant + (X[mine] - means) @ weights
         found[group] = float(np.average(y[mine] - predicted, weights=w[mine]))
     return found
+
+
+def _root_mean_square(values: Iterable[float]) -> float:
+    return math.sqrt(fmean(value**2 for value in values))

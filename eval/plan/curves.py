@@ -28,6 +28,7 @@ from jobs.run_files import WRONG, json_kind
 from jobs.saved_config import read_config
 
 CHAIN, PARALLEL, TREE = "chain", "parallel", "tree"
+MODELS = (CHAIN, PARALLEL)  # kinds with layers and a hidden size of their own
 EVALUATION, TRAINING = "eval.run", "training"
 # rules of verification whose acceptance is that of p / q at temperatures above 0
 TESTED_BY_RATIO = ("greedy", "token", "block")
@@ -78,6 +79,13 @@ def curve_of(values: Any) -> Curve:
     for name, value in values.items():
         if not _fits(name, fields[name], value):
             raise ValueError(f"{name} is {json.dumps(value)[:40]}, expected {_EXPECTED[name]}")
+    is_model = values["kind"] in MODELS
+    for name in ("layers", "hidden_size"):
+        if is_model != (values[name] > 0):
+            expected = "1 or more" if is_model else "0"
+            raise ValueError(
+                f"{name} is {values[name]}, expected {expected}, as kind is {values['kind']}"
+            )
     alphas, tested = values["alpha_by_depth"], values["tested_by_depth"]
     if tested and len(tested) != len(alphas):
         raise ValueError(
@@ -87,9 +95,15 @@ def curve_of(values: Any) -> Curve:
     return Curve(**values)
 
 
+_CHOICES = {
+    "kind": (*MODELS, *KINDS),
+    "draft_shape": (CHAIN, TREE),
+    "source": (EVALUATION, TRAINING),
+}
 _COUNT, _TEXT = "a whole number from 0 up", "text"
 _EXPECTED = {
     **{one.name: _COUNT if one.type == "int" else _TEXT for one in dataclasses.fields(Curve)},
+    **{name: f"one of {', '.join(choices)}" for name, choices in _CHOICES.items()},
     "temperature": "a number from 0 up",
     "alpha_by_depth": "rates from 0 to 1 or null, the first one a rate",
     "tested_by_depth": f"a list of counts, each {_COUNT}, the first one 1 or more",
@@ -97,6 +111,8 @@ _EXPECTED = {
 
 
 def _fits(name: str, kind: str, value: Any) -> bool:
+    if name in _CHOICES:
+        return value in _CHOICES[name]
     if kind == "str":
         return isinstance(value, str)
     if name == "alpha_by_depth":
@@ -166,6 +182,8 @@ def collect(patterns: Sequence[str]) -> tuple[list[Curve], list[str]]:
                 found += _of_training(folder / "drafter")
         except UserError as error:
             notes.append(f"left out: {error}")
+        except WRONG as error:
+            notes.append(f"left out: a drafter's card of {folder} is incomplete ({error!r}).")
     return found, notes
 
 
@@ -223,7 +241,7 @@ def _of_card(card: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not kind or not card.get("drafter_hash") or not card.get("target_hash"):
         return {}
     drafted = card.get("draft_vocabulary") or {"size": shape.get("draft_vocab_size") or 0}
-    is_model = kind in (CHAIN, PARALLEL)
+    is_model = kind in MODELS
     return {
         "target": str(card["target"]),
         "target_hash": card["target_hash"],

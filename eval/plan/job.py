@@ -128,16 +128,17 @@ def measured_curves(config: PlanConfig) -> tuple[list[Curve], list[str]]:
     for name in config.curves:
         mine, others = _of_target(config, read_curves(resolve(name)))
         if not mine:
+            found = f"only of {_targets(others)}" if others else "but is empty"
             raise UserError(
-                f"curves: {name} holds no acceptance of {config.target.path}, only of "
-                f"{_targets(others)}. Remove this file, or plan for that target."
+                f"curves: {name} holds no acceptance of {config.target.path}, {found}. Leave this "
+                f"file out, or set target.path to a target that it holds."
             )
         own = merge(own, mine)
     return own, notes
 
 
 def _targets(curves: Sequence[Curve]) -> str:
-    return ", ".join(sorted({one.target for one in curves})) or "none"
+    return ", ".join(sorted({one.target for one in curves}))
 
 
 def _of_target(config: PlanConfig, curves: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
@@ -145,13 +146,9 @@ def _of_target(config: PlanConfig, curves: Sequence[Curve]) -> tuple[list[Curve]
 
     The hash decides; a target without weights is found by its name.
     """
-    path = config.target.path
-    expected = hash_input(resolve_model(path)) if has_weights(config) else path
-    mine = [
-        one
-        for one in curves
-        if (one.target_hash if has_weights(config) else one.target) == expected
-    ]
+    path, by_hash = config.target.path, has_weights(config)
+    expected = hash_input(resolve_model(path)) if by_hash else path
+    mine = [one for one in curves if (one.target_hash if by_hash else one.target) == expected]
     return mine, [one for one in curves if one not in mine]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval.plan.acceptance import FEWEST_FORMS
 from eval.plan.config import PlanConfig
 from eval.plan.curves import TREE, Curve
 from eval.plan.plots import plan_plots
@@ -43,7 +44,8 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
             return [f"No acceptance would reach {speedup} here: train nothing."]
         return [
             f"No acceptance of this target was measured yet, so nothing is predicted. "
-            f"{chosen[0].drafter} needs the least, {_need(chosen[0].needs[0])} for {speedup}. "
+            f"{chosen[0].drafter} needs the least{_doubt(chosen[0])}: an acceptance rate of "
+            f"{_need(chosen[0].needs[0])} for {speedup}, at the draft length in parentheses. "
             f"Train it or any other one, evaluate it, and plan again."
         ]
     if trained := best_trained(rows):
@@ -56,9 +58,8 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
         found.append("No other drafter is predicted to be faster: train nothing.")
     for number, row in enumerate(chosen):
         start = "Train" if not number else "Or, for less training, train"
-        doubt = " from unreliable costs" if row.unreliable else ""
         found.append(
-            f"{start} {row.drafter}: {_interval(row)} predicted{doubt} at draft length "
+            f"{start} {row.drafter}: {_interval(row)} predicted{_doubt(row)} at draft length "
             f"{row.num_draft_tokens}, {row.tokens_per_second:,.0f} tokens/s, after "
             f"{operations(row.training_flop)} on {row.training_tokens:,} tokens, "
             f"{hours(3600 * row.training_hours)} at {config.assumed_tflops:g} TFLOP/s."
@@ -77,16 +78,16 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
             "parameters": text.amount(row.parameters),
             "memory": size(row.memory_bytes),
             "c": text.number(row.cost_ratio, 3),
-            **{f"needs for {one.speedup:g}x": _need(one) for one in row.needs},
+            **{f"needs for {one.speedup:g}x": _reliable(row, _need(one)) for one in row.needs},
         }
         if outlook.knows_acceptance:
             cell |= {
                 "accepted": _accepted(row),
                 "gamma": str(row.num_draft_tokens),
-                "speedup": text.UNRELIABLE if row.unreliable else _interval(row),
+                "speedup": _reliable(row, _interval(row)),
                 "tokens/s": text.number(row.tokens_per_second, 1),
             }
-        cell["training"] = f"{operations(row.training_flop)}, {row.training_hours:.2g} h"
+        cell["training"] = f"{operations(row.training_flop)}, {_duration(row.training_hours)}"
         cells.append(cell)
         marks.append("bad" if row.speedup_high is not None and row.speedup_high < 1 else "")
     return make_table(subject(outlook, config), cells, marks, SPARE)
@@ -99,6 +100,22 @@ def _rank(row: PlanRow) -> tuple[float, float]:
 
 def _need(one: Need) -> str:
     return text.NONE if one.alpha is None else f"{one.alpha:.2f} ({one.num_draft_tokens})"
+
+
+def _reliable(row: PlanRow, shown: str) -> str:
+    """Return what is computed from the row's costs, or that they are unreliable."""
+    return text.UNRELIABLE if row.unreliable else shown
+
+
+def _doubt(row: PlanRow) -> str:
+    return " from unreliable costs" if row.unreliable else ""
+
+
+def _duration(hours: float) -> str:
+    """Format hours as `1,014.2 h`, `12 min` or `7 s`."""
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    return f"{60 * hours:.0f} min" if 60 * hours >= 1 else f"{3600 * hours:.0f} s"
 
 
 def _interval(row: PlanRow) -> str:
@@ -150,11 +167,12 @@ def notes_of(outlook: Outlook) -> list[str]:
             f"the acceptance of {nearest:,} is predicted."
         )
     if outlook.error is not None:
-        count = len(outlook.left_out)
+        error = f"a standard error of {outlook.error:.2f} in its log-odds"
         found.append(
-            f"Acceptance is predicted from {text.count_label(count, 'form')} of trained drafters, "
-            f"with a standard error of {outlook.error:.2f} in its log-odds"
-            + (", assumed, as three forms or more would measure it." if count < 3 else ".")
+            f"Acceptance is predicted from {outlook.forms} forms of trained drafters, with {error}."
+            if outlook.forms
+            else f"Acceptance is predicted from fewer than {FEWEST_FORMS} forms of trained "
+            f"drafters, for which {error} is assumed."
         )
     return found
 

@@ -84,7 +84,7 @@ class Outlook:
     rows: list[PlanRow]
     curves: list[Curve]  # of this target, that the predictions use
     error: float | None  # standard error of predicted log-odds; None: no curves
-    left_out: dict[str, float]  # see AcceptanceModel
+    forms: int  # of drafters that predicted each other; 0: too few are known
     known_tokens: tuple[int, int]  # see AcceptanceModel.tokens_range; (0, 0): no curves
     baseline_tokens_per_second: float  # without a drafter
     V: dict[int, float]  # medians over the rows
@@ -103,7 +103,8 @@ def build_outlook(
     """Return the plan. curves: of this target."""
     chosen = choose_curves(curves)
     model = AcceptanceModel.fit(chosen) if chosen else None
-    tokens = config.training_tokens or (model.usual_tokens if model else USUAL_TOKENS)
+    usual = model.usual.training_tokens if model else USUAL_TOKENS
+    tokens = config.training_tokens or round(usual)
     baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
     rows = [_row(config, *one, model, chosen, tokens, baseline) for one in found]
     forwards: dict[int, list[float]] = defaultdict(list)
@@ -112,8 +113,9 @@ def build_outlook(
             forwards[n].append(ratio)
     V = {n: median(ratios) for n, ratios in sorted(forwards.items())}
     if model is None:
-        return Outlook(rows, chosen, None, {}, (0, 0), baseline, V)
-    return Outlook(rows, chosen, model.error, model.left_out, model.tokens_range, baseline, V)
+        return Outlook(rows, chosen, None, 0, (0, 0), baseline, V)
+    forms = len(model.left_out)
+    return Outlook(rows, chosen, model.error, forms, model.tokens_range, baseline, V)
 
 
 def _row(
@@ -192,8 +194,9 @@ def acceptance_of(
 ) -> tuple[str, tuple[list[float], list[float], list[float]]]:
     """Return where a candidate's acceptance rates come from, and the rates with lower and upper.
 
-    tokens: of its training. depths: number of rates. A drafter of this form that was measured at
-    this temperature, trained on as many tokens if `training_tokens` is set, is not predicted.
+    tokens: of its training. depths: number of rates. A drafter of this form and draft vocabulary
+    that was measured at this temperature, and trained on as many tokens if `training_tokens` is
+    set, is not predicted.
     """
     if model is None:
         return NONE, ([], [], [])
@@ -203,6 +206,7 @@ def acceptance_of(
         curve
         for curve in curves
         if (curve.form, curve.temperature) == (form, config.temperature)
+        and curve.draft_vocab_size == one.draft_vocab_size
         and config.training_tokens in (0, curve.training_tokens)
     ]
     if same:

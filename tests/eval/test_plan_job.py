@@ -109,6 +109,9 @@ def test_without_acceptances_every_drafter_has_its_need(home: Path, capsys: Any)
     assert deep.parameters > shallow.parameters
     assert deep.training_flop > shallow.training_flop
     assert deep.memory_bytes > shallow.memory_bytes
+    sizes = {row.drafter: (row.memory_bytes, 4 * row.parameters) for row in rows}
+    assert sizes["medusa"][0] == sizes["medusa"][1], "its heads store nothing of the text"
+    assert sizes["eagle3"][0] > sizes["eagle3"][1], "a control: its layer has keys and values"
     page = (home / "planned" / PAGE).read_text()
     assert all(name in page for name in NAMES)
     assert "needs the least" in page
@@ -139,7 +142,7 @@ def test_the_best_length_is_the_argmax_over_lengths(home: Path, tmp_path: Path):
         assert sorted(speeds) == list(range(1, max(speeds) + 1))
 
 
-def test_measured_and_predicted_acceptances_are_told_apart(home: Path, tmp_path: Path, capsys: Any):
+def test_measured_and_predicted_acceptances_are_distinct(home: Path, tmp_path: Path, capsys: Any):
     file = tmp_path / "acceptance.jsonl"
     known = [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)]
     write_curves(file, [*known, curve(home, "eagle3", 0, 0.5, target="other", target_hash="0")])
@@ -151,6 +154,10 @@ def test_measured_and_predicted_acceptances_are_told_apart(home: Path, tmp_path:
     assert other.alpha_low[0] < other.alpha_by_depth[0] < other.alpha_high[0]
     assert other.speedup_low is not None and other.predicted_speedup is not None
     assert other.speedup_low <= other.predicted_speedup <= (other.speedup_high or 0)
+    restricted = dataclasses.replace(known[0], draft_vocab_size=5)
+    write_curves(file, [restricted, known[1]])
+    one = rows_in(again(home, tmp_path, acceptance=str(file)))[0]
+    assert one.acceptance == PREDICTED, "the plan's drafter proposes all tokens"
     assert "~0." in capsys.readouterr().out
 
 
@@ -166,7 +173,7 @@ def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, t
 
 
 # ----------------------------------------------------------------------------------------- resuming
-def test_an_interrupted_plan_goes_on_with_the_next_drafter(
+def test_an_interrupted_plan_continues_with_the_next_drafter(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     calls: list[int] = []
@@ -278,6 +285,10 @@ def test_acceptances_of_another_target_are_refused_where_they_are_named(home: Pa
     write_curves(file, [curve(home, "chain", 1, 0.7, target="another", target_hash="0")])
     with pytest.raises(UserError, match="holds no acceptance of .*only of another"):
         again(home, tmp_path, curves=[str(file)])
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(UserError, match="holds no acceptance of .*but is empty"):
+        again(home, tmp_path, curves=[str(empty)])
     rows = rows_in(again(home, tmp_path, acceptance=str(file)))  # a file of several targets
     assert {row.acceptance for row in rows} == {""}
 

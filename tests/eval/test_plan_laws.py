@@ -127,7 +127,7 @@ def test_bounds_enclose_the_prediction_and_grow_with_the_error():
     for model in (few, many):
         low, middle, high = (model.predict(prospect, 3, errors) for errors in (-2, 0, 2))
         assert all(a < b < c for a, b, c in zip(low, middle, high, strict=True))
-    assert few.error == 0.5, "two forms give no error"
+    assert (few.error, few.left_out) == (0.5, {}), "two forms give no error"
 
 
 def test_an_unknown_kind_is_predicted_within_the_known_ones():
@@ -154,6 +154,14 @@ def test_acceptance_is_not_extrapolated_beyond_the_known_trainings():
         return model.predict(Prospect.of(curve("eagle3", training_tokens=tokens)), 3)
 
     assert rates(1 << 40) == rates(1 << 24) > rates(1 << 22) > rates(1 << 20) == rates(1)
+
+
+def test_an_unknown_number_of_training_tokens_counts_as_the_median():
+    known = [curve(kind, training_tokens=1 << n) for kind in HEADS for n in (20, 22, 24)]
+    model = AcceptanceModel.fit(known)
+    shortest, usual, _ = (model.predict(Prospect.of(one), 3) for one in known[:3])
+    unknown = dataclasses.replace(Prospect.of(known[0]), training_tokens=0)
+    assert model.predict(unknown, 3) == pytest.approx(usual) != pytest.approx(shortest)
 
 
 def test_an_evaluation_replaces_the_figure_of_the_same_training():
@@ -201,6 +209,12 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no first rate": ({"alpha_by_depth": [None, 0.5]}, "expected rates from 0 to 1"),
     "no number": ({"temperature": math.nan}, "temperature is NaN, expected a number"),
     "a word": ({"layers": "two"}, 'layers is "two", expected a whole number'),
+    "an unknown kind": ({"kind": "egale3"}, 'kind is "egale3", expected one of chain, parallel,'),
+    "a model of no layer": ({"layers": 0}, "layers is 0, expected 1 or more, as kind is chain"),
+    "a head of some width": (
+        {"kind": "eagle3", "layers": 0},
+        "hidden_size is 256, expected 0, as kind is eagle3",
+    ),
     "no tests": ({"tested_by_depth": [0, 1, 1, 1]}, "the first one 1 or more"),
     "other depths": ({"tested_by_depth": [1]}, "tested_by_depth has 1 depths"),
 }
