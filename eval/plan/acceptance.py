@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from eval.plan.curves import EVALUATION, MODELS, TREE, Curve
 
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Penalty and standard error of the log-odds if fewer forms are known than FEWEST_FORMS. Two of these
-# errors turn a rate of 0.5 into one of 0.27 to 0.73.
+# Penalty, and standard error of the log-odds, if fewer forms than FEWEST_FORMS are known. Two of
+# these errors turn a rate of 0.5 into one of 0.27 to 0.73.
 UNKNOWN_PENALTY, UNKNOWN_ERROR = 1.0, 0.5
 FEWEST_FORMS = 3  # of drafters whose predictions give an error and a penalty
 HALF = 50  # tests at which a rate has half of the largest weight

@@ -13,17 +13,20 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from eval.measure import parts
 from eval.plan import costs as plan_costs
+from eval.plan.candidates import candidates
 from eval.plan.config import PlanConfig
-from eval.plan.costs import FILE, MeasuredCosts
+from eval.plan.costs import FILE, MeasuredCosts, open_target
 from eval.plan.curves import Curve, collect, read_curves, write_curves
 from eval.plan.job import PAGE, ROWS, run
 from eval.plan.rows import MEASURED, PREDICTED, PlanRow, row_of
 from eval.report.plots import Plot
 from eval.run import run as evaluate
 from eval.statistics.schema import read_rows
+from heads.registry import KINDS
 from jobs.config import TargetConfig
 from jobs.run_files import journal_bytes, read_journal_lines
 from tests.support import tiny_folders as tiny
+from training.models.build import target_config
 
 NAMES = ["1 layer, width 32", "2 layers, width 32", "medusa", "eagle3"]
 
@@ -239,6 +242,19 @@ def test_trees_are_planned_of_heads_that_grow_them(home: Path, tmp_path: Path, c
     assert rows["eagle3 tree"].nodes[2] > 2
     assert rows["eagle3"].nodes == {1: 1, 2: 2, 3: 3}
     assert "early_exit tree is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_head_drafts_a_chain_with_random_weights(
+    name: str, home: Path, tmp_path: Path
+):
+    asked = config(home, "", depths=[], heads=[name])
+    target = target_config(asked.target)
+    (one,) = candidates(asked, target)
+    one.write(tmp_path / "head")
+    drafter = one.load(tmp_path / "head", open_target(asked, target))
+    assert drafter.capabilities.shape == "chain"
+    assert one.flops_a_token > 0
 
 
 # ---------------------------------------------------------------------------------------- bad input
