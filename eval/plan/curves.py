@@ -25,6 +25,8 @@ from eval.statistics.schema import Row, main_rows, read_all_rows
 from heads.registry import KINDS
 from jobs.files import write_text
 from jobs.run_files import WRONG, json_kind
+from jobs.run_folder import read_manifest
+from jobs.run_lock import MANIFEST
 from jobs.saved_config import read_config
 
 CHAIN, PARALLEL, TREE = "chain", "parallel", "tree"
@@ -182,8 +184,8 @@ def collect(patterns: Sequence[str]) -> tuple[list[Curve], list[str]]:
                 found += _of_training(folder / "drafter")
         except UserError as error:
             notes.append(f"left out: {error}")
-        except WRONG as error:
-            notes.append(f"left out: a drafter's card of {folder} is incomplete ({error!r}).")
+        except (*WRONG, OSError) as error:
+            notes.append(f"left out: {folder} is incomplete ({error!r}).")
     return found, notes
 
 
@@ -195,6 +197,8 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
         if row.schedule == "serial" and row.lossless != LOSSY and row.verify in TESTED_BY_RATIO:
             groups[row.drafter, row.temperature].append(row)
     origins: dict[str, Origin] = read_origins(folder) or {}
+    # the first input of an evaluation is its target
+    (target, target_hash), *_ = read_manifest(folder / MANIFEST)["inputs"].items()
     for (name, temperature), same in groups.items():
         origin = origins.get(name)
         tested = metrics.add_by_depth([row.tested_by_depth for row in same])
@@ -202,6 +206,8 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
         if origin is None or not origin.card or not tested or not tested[0]:
             continue
         facts = _of_card(origin.card, Path(origin.folder))
+        if facts and facts["target_hash"] != target_hash:  # the target is not the drafter's own
+            facts |= {"target": target, "target_hash": target_hash}
         if facts:
             rates = [(a / n if n else None) for n, a in zip(tested, accepted, strict=True)]
             yield Curve(

@@ -392,6 +392,10 @@ def test_an_evaluation_gives_the_acceptance_that_it_measured(
                    acceptance=str(tmp_path / "acceptance.jsonl"))  # fmt: skip
     one = rows_in(folder)[0]
     assert (one.acceptance, one.alpha_by_depth[0]) == (MEASURED, row.alpha_by_depth[0])
+    origins = tmp_path / "evaluated" / "drafters.json"
+    origins.write_text(origins.read_text().replace(card["target_hash"], "other"))
+    (elsewhere,) = collect([str(tmp_path / "evaluated")])[0]
+    assert elsewhere.target_hash == found.target_hash, "the evaluation's target, not the card's"
     (shallow / "drafter_card.json").write_text(json.dumps({**card, "drafter_hash": "other"}))
     evaluate(tiny.config(tmp_path, "other card", timing_repeats=1, **asked))
     assert collect([str(tmp_path / "other card")])[0] == [], "a control: the card is of others"
