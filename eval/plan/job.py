@@ -18,6 +18,7 @@ from eval.plan.costs import CostFile, capacity, check_memory, has_weights, open_
 from eval.plan.curves import CHAIN, TREE, Curve, collect, merge, read_curves, write_curves
 from eval.plan.report import advice, plan_page, print_plan
 from eval.plan.rows import Outlook, build_outlook
+from eval.report.text import count_label
 from jobs.amounts import hours, operations
 from jobs.config import refuse_parallel
 from jobs.files import write_text
@@ -157,10 +158,11 @@ def _write(config: PlanConfig, folder: RunFolder, outlook: Outlook, notes: Seque
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in outlook.rows]
     write_text(folder.path / ROWS, "".join(lines))
     machine = hardware()
+    threads = count_label(machine["threads"], "thread")
     provenance = {
         "command": folder.command(),
         "code": folder.manifest["git_revision"],
-        "machine": f"{', '.join([machine['cpu'], *machine['gpus']])}, {machine['threads']} threads",
+        "machine": ", ".join([machine["cpu"], *machine["gpus"], threads]),
         "target": "its own weights" if has_weights(config) else "random weights",
         "drafters": "random weights, which change no time",
     }

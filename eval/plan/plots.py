@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from decoding.costs.prediction import Costs
 from eval.plan.curves import CHAIN
@@ -114,6 +115,9 @@ def speedup_by_training(rows: Sequence[PlanRow], styles: Styles) -> Plot:
     """Plot the predicted speedup over the FLOPs of the training."""
     axes = make_axes("Predicted speedup by training", "PFLOP of training", speedup=True)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     for row in rows:
         if row.predicted_speedup is not None:
             assert row.speedup_low is not None and row.speedup_high is not None
@@ -127,5 +131,6 @@ def target_forwards(V: dict[int, float]) -> Plot:
     """Plot the time of a target forward over its new tokens."""
     axes = make_axes("Target forward by new tokens", "new tokens of a row", "V")
     axes.plot(list(V), list(V.values()), marker="o", color=MUTED)
-    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(0, 1.1 * max(V.values()))
     return make_plot(axes, "V(n): time of a forward over n tokens, over that of one token.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from eval.plan.acceptance import FEWEST_FORMS
 from eval.plan.config import PlanConfig
@@ -85,7 +86,7 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
                 "accepted": _accepted(row),
                 "gamma": str(row.num_draft_tokens),
                 "speedup": _reliable(row, _interval(row)),
-                "tokens/s": text.number(row.tokens_per_second, 1),
+                "tokens/s": _reliable(row, text.number(row.tokens_per_second, 1)),
             }
         cell["training"] = f"{operations(row.training_flop)}, {_duration(row.training_hours)}"
         cells.append(cell)
@@ -189,7 +190,7 @@ def plan_page(
     """Return the content of plan.html. provenance: words and their meanings."""
     table = plan_table(outlook, config)
     return PAGES.get_template("plan.html.j2").render(
-        title=f"Plan: drafters for {config.target.path}",
+        title=f"Plan: drafters for {Path(config.target.path).name}",
         warnings=[],
         cards=[],
         subject=subject(outlook, config),
