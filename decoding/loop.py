@@ -69,38 +69,11 @@ def build_batch(
         raise ValueError(
             f"found {len(ids)} request ids for {len(prompts)} prompts, expected one per prompt"
         )
-    keys = [noise.key(settings.seed, request) for request in ids]
-    policy = settings.stopping or "fixed"
-    if settings.stopping is None and settings.costs is not None and drafter is not None:
-        policy = default_stopping(drafter.capabilities, settings.schedule, target)
-    costs, per_token = settings.costs, not devices.runs_ahead(target.device)
-    if drafter is not None:
-        per_token = per_token and drafter.capabilities.stops_by_token
-        if costs is not None and drafter.capabilities.steps == "round":
-            costs = costs.of_one_pass()
-    stopping = make_stopping(policy, keys, settings.stopping_threshold, costs, per_token)
-    rows = []
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise UserError(
-                f"prompt {index} is empty, expected at least one token (such as the start token)."
-            )
-        _check_ids(index, prompt, target)
-        if len(prompt) >= target.max_length:
-            raise UserError(
-                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds at most "
-                f"{target.max_length}, output included. Shorten the prompt or use a target with a "
-                f"longer context."
-            )
-        limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
-        rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
-    if drafter is not None and drafter.capabilities.needs_costs and settings.costs is None:
-        raise UserError(
-            f"drafter '{drafter.name}' needs measured costs, found None. Use "
-            f"Settings(costs=time_parts(...).costs)."
-        )
+    rows = make_rows(target, drafter, prompts, ids, settings)
+    check_costs(drafter, settings)
     kind, schedule = Batch, settings.schedule
     if drafter is not None and schedule != "serial":
+        policy = _policy(target, drafter, settings)
         kind = batch_type(schedule, drafter, settings.verify, policy, settings.costs, len(rows))
     batch = kind(target, drafter, rows, settings, on_tokens)
     batch.claim = claim or batch.claim
@@ -109,6 +82,66 @@ def build_batch(
         if drafter is not None:
             drafter.prepare(target, settings.costs)
     return batch
+
+
+def make_rows(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    request_ids: Sequence[int],
+    settings: Settings,
+) -> list[Row]:
+    """Return the rows of prompts that begin. Raises UserError for prompts, as `build_batch` does.
+
+    request_ids: one per prompt, which keys its random numbers.
+    """
+    keys = [noise.key(settings.seed, request) for request in request_ids]
+    costs, per_token = settings.costs, not devices.runs_ahead(target.device)
+    if drafter is not None:
+        per_token = per_token and drafter.capabilities.stops_by_token
+        if costs is not None and drafter.capabilities.steps == "round":
+            costs = costs.of_one_pass()
+    policy = _policy(target, drafter, settings)
+    stopping = make_stopping(policy, keys, settings.stopping_threshold, costs, per_token)
+    rows = []
+    for index, prompt in enumerate(prompts):
+        _check_prompt(index, prompt, target)
+        limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
+        row = Row(index, keys[index], list(prompt), limit, Generation(), stopping[index])
+        row.stop_strings, row.warper = settings.stop_strings, settings.warper
+        rows.append(row)
+    return rows
+
+
+def _policy(target: Target, drafter: Drafter | None, settings: Settings) -> str:
+    """Return the name of the rows' stopping policy."""
+    if settings.stopping is None and settings.costs is not None and drafter is not None:
+        return default_stopping(drafter.capabilities, settings.schedule, target)
+    return settings.stopping or "fixed"
+
+
+def _check_prompt(index: int, prompt: Sequence[int], target: Target) -> None:
+    """Raise UserError for a prompt that is empty, too long or no token ids."""
+    if not prompt:
+        raise UserError(
+            f"prompt {index} is empty, expected at least one token (such as the start token)."
+        )
+    _check_ids(index, prompt, target)
+    if len(prompt) >= target.max_length:
+        raise UserError(
+            f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds at most "
+            f"{target.max_length}, output included. Shorten the prompt or use a target with a "
+            f"longer context."
+        )
+
+
+def check_costs(drafter: Drafter | None, settings: Settings) -> None:
+    """Raise UserError if the drafter needs measured costs and there are none."""
+    if drafter is not None and drafter.capabilities.needs_costs and settings.costs is None:
+        raise UserError(
+            f"drafter '{drafter.name}' needs measured costs, found None. Use "
+            f"Settings(costs=time_parts(...).costs)."
+        )
 
 
 def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:

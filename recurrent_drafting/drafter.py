@@ -156,6 +156,14 @@ class RecurrentDrafter(HeadDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         self._reset(prompts_B)
 
+    def join(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None) -> None:
+        """Store the hidden states of the new prompts, and start plans of their own."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        self._rows, self._timed = self._rows + len(prompts_B), {}
+        self._known_B = [*self._known_B, *(len(prompt) - 1 for prompt in prompts_B)]
+        if self._plans_B:
+            self._plans_B = [*self._plans_B, *self._new_plans(len(prompts_B))]
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Store the last of the hidden states that the target has just computed; reset the plan."""
         super().resume(prompt, kept, hidden_NC)
@@ -168,10 +176,13 @@ class RecurrentDrafter(HeadDrafter):
     def _plans(self) -> list[Plan]:
         """Return the rows' plans, which the first round creates."""
         if not self._plans_B:
-            ahead = devices.runs_ahead(self.device)
             self._width = self.choose_width()
-            self._plans_B = [make_plan(self._costs, self._width, ahead) for _ in range(self._rows)]
+            self._plans_B = self._new_plans(self._rows)
         return self._plans_B
+
+    def _new_plans(self, count: int) -> list[Plan]:
+        ahead = devices.runs_ahead(self.device)
+        return [make_plan(self._costs, self._width, ahead) for _ in range(count)]
 
     def choose_width(self) -> int:
         """Return the number of beams to search: beam_width, or with costs as many as pay."""

@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from decoding.models.text.text_stream import BROKEN, TextStream
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
-from decoding.session import Session
+from decoding.sessions.conversations import Session
 from serving.config import GenerateConfig
 from serving.setup import ChatModels, is_compared, warm_up
 from training.data.chat import render_next, render_prompt

@@ -33,7 +33,7 @@ from decoding.models.folder import is_gguf, load_state, read_config, refuse_nonf
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import AUTO, load_target
 from decoding.models.native.weights import FAMILIES
-from decoding.models.prefill import prefill
+from decoding.models.prefill import prefill, prefill_more
 from decoding.verification.nodes import at_nodes
 
 
@@ -90,6 +90,10 @@ class ChainDrafter(StatelessDrafter):
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
         prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read all tokens of each new prompt except the last."""
+        prefill_more(self.model, [self._unread(prompt) for prompt in prompts_B], self._capacity)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the first `kept` tokens, and read the prompt's other tokens except the last."""
@@ -156,7 +160,8 @@ class ChainDrafter(StatelessDrafter):
     ) -> Proposal | None:
         """Draft the chains outside Python (`Target.chain_call`), or return None if it cannot."""
         reads, is_random = stopping_B[0].reads, chooser.tests_q or chooser.rule == "coupled"
-        samples = is_random and not chooser.warper.truncates
+        warper = chooser.warper
+        samples = is_random and not warper.truncates and warper.is_shared
         if chooser.processors is not None or reads not in ("nothing", "confidence"):
             return None
         if not samples and not chooser.drafts_likeliest:

@@ -16,6 +16,7 @@ Shapes: B batch rows, N nodes of a forward, V vocabulary.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,13 @@ Phrase = tuple[int, ...]
 
 
 class PhrasePool:
-    """The phrases that followed each token, newest last; at most `per_key` per token."""
+    """The phrases that followed each token, newest last; at most `per_key` per token.
 
-    def __init__(self, per_key: int) -> None:
-        self.per_key = per_key
+    most: maximum number of tokens that have phrases, of which the oldest is dropped; None: any.
+    """
+
+    def __init__(self, per_key: int, most: int | None = None) -> None:
+        self.per_key, self.most = per_key, most
         self._after: dict[int, OrderedDict[Phrase, None]] = {}
 
     def add(self, first: int, phrase: Phrase) -> None:
@@ -49,6 +53,8 @@ class PhrasePool:
         stored[longest] = None
         if len(stored) > self.per_key:
             stored.popitem(last=False)
+        if self.most is not None and len(self._after) > self.most:
+            del self._after[next(iter(self._after))]
 
     def drop(self, first: int, phrase: Phrase) -> None:
         """Remove a phrase that was rejected."""
@@ -57,6 +63,9 @@ class PhrasePool:
     def newest(self, first: int, count: int) -> list[Phrase]:
         """Return at most `count` phrases that followed `first`, newest first."""
         return list(reversed(self._after.get(first, ())))[:count]
+
+    def end(self, sequence: Sequence[int]) -> None:
+        """Do nothing: phrases are stored while their row runs."""
 
     def read(self, sequence: Sequence[int], start: int, length: int) -> None:
         """Store the phrase of `length` tokens after each token from position `start`."""
@@ -122,7 +131,7 @@ class Lookahead(StatelessDrafter):
     round. from_text: also store the phrases of the prompt and the output.
     """
 
-    capabilities = Capabilities(shape="tree", steps="round")
+    capabilities = Capabilities(shape="tree", steps="round", keeps_pools=True)
 
     def __init__(
         self,
@@ -154,6 +163,21 @@ class Lookahead(StatelessDrafter):
         self._windows = [GuessWindow(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
         self._stored = [0] * len(prompts_B)
         self._ends = [[] for _ in prompts_B]
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Start more windows and empty pools."""
+        pools, windows, stored, ends = self.pools, self._windows, self._stored, self._ends
+        self.open(prompts_B, None, 0)
+        self.pools, self._windows = [*pools, *self.pools], [*windows, *self._windows]
+        self._stored, self._ends = [*stored, *self._stored], [*ends, *self._ends]
+
+    def new_pool(self, most: int) -> PhrasePool:
+        """Return an empty pool with phrases after at most `most` tokens."""
+        return PhrasePool(self.candidates, most)
+
+    def use_pool(self, row: int, pool: Any) -> None:
+        """Let a row use this pool, in which it stores its phrases too."""
+        self.pools[row] = pool
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Start with empty pools, and a window of the prompt's tokens."""

@@ -95,6 +95,15 @@ class OtherVocabulary(StatelessDrafter):
         self._capacity = min(longest, self.model.max_length) + SPARE_SLOTS
         self.chain.open(self._held_B, None, self._capacity)
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read the new prompts in the drafter's tokens; a row that has no room drafts nothing."""
+        translations = [Translation(self.vocabularies) for _ in prompts_B]
+        held_B = [new.of(prompt) for new, prompt in zip(translations, prompts_B, strict=True)]
+        held_B = [held[: self._capacity - SPARE_SLOTS] for held in held_B]
+        self._translations = [*self._translations, *translations]
+        self._held_B = [*self._held_B, *held_B]
+        self.chain.join(held_B, None)
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the tokens of the text so far that begin the prompt's, and read the others."""
         self._translations = [Translation(self.vocabularies)]

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.lookahead import Lookahead, Phrase, TreeBuilder, argmax_tokens, pack_trees
+from decoding.drafters.lookahead import (
+    Lookahead,
+    Phrase,
+    PhrasePool,
+    TreeBuilder,
+    argmax_tokens,
+    pack_trees,
+)
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -57,7 +64,7 @@ class Ouroboros(ChainDrafter):
     of it. The other arguments are those of ChainDrafter.
     """
 
-    capabilities = Capabilities(shape="tree")
+    capabilities = Capabilities(shape="tree", keeps_pools=True)
 
     def __init__(
         self,
@@ -90,6 +97,20 @@ class Ouroboros(ChainDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase_length))
         self.inner.open(prompts_B, None, capacity)
         self._drafted = [None] * len(prompts_B)
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read the new prompts, and start with empty pools."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        self.inner.join(prompts_B, None)
+        self._drafted = [*self._drafted, *[None] * len(prompts_B)]
+
+    def new_pool(self, most: int) -> PhrasePool:
+        """Return an empty pool with phrases after at most `most` tokens."""
+        return self.inner.new_pool(most)
+
+    def use_pool(self, row: int, pool: Any) -> None:
+        """Let a row begin with the phrases of earlier ones: the paper's warm start."""
+        self.inner.use_pool(row, pool)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Read the new tokens, and start with empty pools."""

@@ -8,7 +8,7 @@ Shapes: B rows, N drafted tokens.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,26 +69,55 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
     return Proposal(devices.tensor(padded, chooser.device, torch.long), counts_B)
 
 
+class TextPool:
+    """The end of the texts of earlier rows, at most `most` tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.tokens = most, list[int]()
+
+    def end(self, sequence: Sequence[int]) -> None:
+        """Append a text."""
+        self.tokens = [*self.tokens, *sequence][-self.most :]
+
+
 class Lookup(StatelessDrafter):
     """A drafter that copies what followed an earlier occurrence of a row's suffix.
 
     make_index: creates a row's index, which finds this occurrence.
     """
 
-    capabilities = Capabilities(shape="chain", has_q=False, steps="round")
+    capabilities = Capabilities(shape="chain", has_q=False, steps="round", keeps_pools=True)
 
     def __init__(self, name: str, make_index: Callable[[], Index]) -> None:
         self.name = name
         self._make_index = make_index
         self._indices: list[Index] = []
         self._opened: list[list[int]] = []
+        # of each row: text that is indexed before its own
+        self._before: list[list[int]] = []
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Index the prompts."""
         self._opened = [list(prompt) for prompt in prompts_B]
         self._indices = [self._make_index() for _ in prompts_B]
+        self._before = [[] for _ in prompts_B]
         for index, prompt in zip(self._indices, prompts_B, strict=True):
             index.find(prompt)
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Index the new prompts."""
+        indices, opened, before = self._indices, self._opened, self._before
+        self.open(prompts_B, None, 0)
+        self._indices = [*indices, *self._indices]
+        self._opened, self._before = [*opened, *self._opened], [*before, *self._before]
+
+    def new_pool(self, most: int) -> TextPool:
+        """Return an empty pool of at most `most` tokens."""
+        return TextPool(most)
+
+    def use_pool(self, row: int, pool: Any) -> None:
+        """Index the pool's text before the row's own."""
+        self._before[row], self._indices[row] = list(pool.tokens), self._make_index()
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Index the prompt again, which is cheap; an index cannot be rolled back."""
@@ -102,10 +131,14 @@ class Lookup(StatelessDrafter):
         A match that reaches the end of the sequence is continued periodically. Rows without a match
         get none.
         """
+        texts_B = [
+            [*before, *sequence] if before else sequence
+            for before, sequence in zip(self._before, sequences_B, strict=True)
+        ]
         drafted_B = [
-            cut(continuation(sequence, index.find(sequence), budget), policy)
-            for index, sequence, budget, policy in zip(
-                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            cut(continuation(text, index.find(text), budget), policy)
+            for index, text, budget, policy in zip(
+                self._indices, texts_B, budgets_B, stopping_B, strict=True
             )
         ]
         return point_masses(drafted_B, chooser)
@@ -113,11 +146,13 @@ class Lookup(StatelessDrafter):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._indices = [self._indices[row] for row in rows]
+        self._opened = [self._opened[row] for row in rows]
+        self._before = [self._before[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
         """Look up each row once."""
-        for index, prompt in zip(self._indices, self._opened, strict=True):
-            index.find(prompt)
+        for index, prompt, before in zip(self._indices, self._opened, self._before, strict=True):
+            index.find([*before, *prompt])
 
 
 class PromptLookup(Lookup):

@@ -81,6 +81,11 @@ class RemoteChain(StatelessDrafter):
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
         self._chain_seconds, self._chain_steps = 0.0, 0
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Make the worker read all tokens of each new prompt except the last."""
+        self._drop_answer()
+        self._call("join", [list(prompt) for prompt in prompts_B])
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Make the worker keep the first `kept` tokens and read the others except the last."""
         self._drop_answer()

@@ -101,6 +101,7 @@ def serve(pipe: Connection) -> None:
     }
     answers: dict[str, Callable[..., Any]] = {
         "open": lambda prompts_B, capacity: drafter.open(prompts_B, None, capacity),
+        "join": lambda prompts_B: drafter.join(prompts_B, None),
         "resume": lambda prompt, kept: drafter.resume(prompt, kept, None),
         "propose": worker.propose,
         "time_steps": worker.time_steps,

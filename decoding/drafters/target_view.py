@@ -56,6 +56,10 @@ class TargetViewDrafter(ChainDrafter, ABC):
         assert self._target is not None and self._view is not None, "open() comes first"
         self._view.follow(self._target)
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Follow the target, which has read the new prompts."""
+        self._follow()
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Follow the target, which has read the new tokens."""
         self._follow()

@@ -73,6 +73,11 @@ class LookupFirst:
         self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Let the drafter start the new rows, and index their prompts."""
+        self.drafter.join(prompts_B, prefill_hidden_BNC)
+        self._indices = [*self._indices, *(SuffixAutomaton(self.min_match) for _ in prompts_B)]
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Resume the drafter and index the text again."""
         self.drafter.resume(prompt, kept, hidden_NC)

@@ -15,7 +15,7 @@ the caches: the round's target forward runs over the tip and the drafted tokens.
 
 from decoding.interfaces.chooser import Chooser, Draws, Warper
 from decoding.interfaces.costs import FrontierPlanner, RoundCosts
-from decoding.interfaces.drafter import Capabilities, Drafter
+from decoding.interfaces.drafter import Capabilities, Drafter, Pool, PoolKeeper
 from decoding.interfaces.proposal import (
     NO_NODE,
     Observation,
@@ -52,6 +52,8 @@ __all__ = [
     "Observation",
     "Outcome",
     "Policies",
+    "Pool",
+    "PoolKeeper",
     "Proposal",
     "Readback",
     "Reader",

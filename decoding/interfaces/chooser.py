@@ -21,6 +21,9 @@ class Warper(Protocol):
     def greedy(self) -> bool: ...
     @property
     def truncates(self) -> bool: ...
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows of the batch have the same settings."""
 
     def probs(self, logits_RV: Tensor) -> Tensor:
         """Return the warped probabilities (R, V)."""

@@ -33,6 +33,7 @@ class Capabilities:
     # frontiers at which a draft step is timed, in increasing order; one if all steps cost the same
     frontiers: tuple[int, ...] = (1,)
     frontier_planner: FrontierPlanner | None = None  # chooses one from measured costs
+    keeps_pools: bool = False  # is a `PoolKeeper`
 
     def __post_init__(self) -> None:
         if self.taps and not self.needs_hidden:
@@ -42,11 +43,29 @@ class Capabilities:
             )
 
 
+class Pool(Protocol):
+    """What a drafter remembers of earlier texts; it never changes a text, but what is drafted."""
+
+    def end(self, sequence: Sequence[int]) -> None:
+        """Remember the text of a row that has ended."""
+
+
+class PoolKeeper(Protocol):
+    """A drafter whose rows may begin with a pool of earlier texts instead of an empty one."""
+
+    def new_pool(self, most: int) -> Pool:
+        """Return an empty pool, which remembers at most about `most` tokens."""
+
+    def use_pool(self, row: int, pool: Pool) -> None:
+        """Let a row that has just begun use this pool, which other rows may use too."""
+
+
 class Drafter(Protocol):
     """Proposer of tokens for the rows of a running batch.
 
     The order of calls is: `prepare` and `open` once; then in each round `propose`, `observe`,
-    `rollback`, and `select` if rows have finished. `resume` replaces `open` in a conversation.
+    `rollback`, and `select` if rows have finished. `resume` replaces `open` in a conversation, and
+    `join` may come between two rounds.
     """
 
     @property
@@ -70,6 +89,12 @@ class Drafter(Protocol):
         prefill_hidden_BNC: the target's hidden states of all prompt tokens except the last, if
         `capabilities.needs_hidden`. With `capabilities.last_hidden` it may be a single column: each
         prompt's last such state.
+        """
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Start further rows with these prompts after the running ones, which stay as they are.
+
+        The arguments are those of `open`, whose capacity still holds.
         """
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:

@@ -134,6 +134,9 @@ class Target(Protocol):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
 
+    def add_rows(self, count: int) -> None:
+        """Add `count` empty rows after the running ones, with as many slots each."""
+
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache under a name."""
 

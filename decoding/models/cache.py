@@ -121,6 +121,10 @@ class Slots:
         """Shorten each row to at most lengths_B[b] committed tokens."""
         self.lengths_B = [min(old, new) for old, new in zip(self.lengths_B, lengths_B, strict=True)]
 
+    def add_rows(self, count: int) -> None:
+        """Add `count` empty rows."""
+        self.lengths_B = [*self.lengths_B, *[0] * count]
+
     def select(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Keep `rows` in this order; return the (from, to) pairs of rows whose cache must move."""
         self.lengths_B = [self.lengths_B[row] for row in rows]

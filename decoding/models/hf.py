@@ -350,6 +350,20 @@ class HFTarget(CachedTarget):
             for store in self.cache.stores():
                 store[dst] = store[src]
 
+    def add_rows(self, count: int) -> None:
+        """Add `count` empty rows after the running ones; a cache with too few rows is copied."""
+        old, rows = self.cache, len(self.lengths_B) + count
+        if old.row_count < rows:
+            self.cache = RowCache(self.num_layers, rows, old.slot_count)
+            for before, after in zip(old.rows, self.cache.rows, strict=True):
+                if before.keys is None or before.values is None:
+                    continue
+                after.lazy_initialization(before.keys, before.values)
+                assert after.keys is not None and after.values is not None
+                after.keys[: old.row_count] = before.keys
+                after.values[: old.row_count] = before.values
+        self.slots.add_rows(count)
+
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache (see `Target.keep`)."""
         length, stores = self.lengths_B[row], self.cache.stores()

@@ -1,6 +1,6 @@
 """Prefill: prompts are read into a target's cache, in chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,53 @@ def prefill(
     without keep_hidden, or if no row has tokens. A target whose states cost more than reading has
     `read_rows` for that case.
     """
-    read = _read_ragged if reads_ragged(target, prompts_B) else _read_padded
+    ragged = reads_ragged(target, prompts_B)
+    return _prefill(target, prompts_B, keep_hidden, taps, _read_ragged if ragged else _read_padded)
+
+
+def prefill_more(
+    target: Target,
+    prompts_B: Sequence[Sequence[int]],
+    capacity: int,
+    keep_hidden: bool = False,
+    taps: tuple[int, ...] = (),
+) -> Tensor | None:
+    """Add rows to an open target and read these tokens into them; see `prefill`.
+
+    capacity: cache slots of a row. A target that cannot read some rows alone reads padding into the
+    others, in chunks that fit into their slots.
+    """
+    running = len(target.lengths_B)
+    target.add_rows(len(prompts_B))
+    rows_B = [*[()] * running, *prompts_B]
+    if hasattr(target, "features_of_rows"):
+        hidden_BNC = _prefill(target, rows_B, keep_hidden, taps, _read_ragged)
+    else:
+        hidden_BNC = _prefill(target, rows_B, keep_hidden, taps, _read_padded, capacity)
+    return None if hidden_BNC is None else hidden_BNC[running:]
+
+
+def _prefill(
+    target: Target,
+    prompts_B: Sequence[Sequence[int]],
+    keep_hidden: bool,
+    taps: tuple[int, ...],
+    read: Callable[[Any, list[list[int]], tuple[int, ...]], Tensor],
+    capacity: int | None = None,
+) -> Tensor | None:
+    """Return what `prefill` returns, from forwards of `read`.
+
+    capacity: slots of a row, if all rows need room for a chunk; None: they have it.
+    """
     without_states = None if keep_hidden else getattr(target, "read_rows", None)
     hidden: list[Tensor] = []
-    for start in range(0, max(map(len, prompts_B)), PREFILL_CHUNK):
-        parts_B = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
+    start, longest = 0, max(map(len, prompts_B))
+    while start < longest:
+        size = PREFILL_CHUNK
+        if capacity is not None:
+            size = max(1, min(size, capacity - max(target.lengths_B)))
+        parts_B = [list(prompt[start : start + size]) for prompt in prompts_B]
+        start += size
         if without_states is not None:
             without_states({row: part for row, part in enumerate(parts_B) if part})
         else:

@@ -8,7 +8,7 @@ Shapes: B running rows, N drafted tokens, M riders, V vocabulary, C hidden size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +24,7 @@ from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.readback import DeviceReadback, FiniteCheck
 from decoding.sampling.token_chooser import TokenChooser
+from decoding.sampling.warpers import Warper
 from decoding.values import quote
 from decoding.verification.rules import RULES
 
@@ -44,6 +45,10 @@ class Row:
     limit: int
     generation: Generation
     stopping: Stopping
+    # the row ends with the token that completes one of them
+    stop_strings: tuple[str, ...] = ()
+    # changes the target's logits into this row's probabilities
+    warper: Warper = field(default_factory=Warper)
 
 
 class Batch:
@@ -69,7 +74,7 @@ class Batch:
             make_processors(settings.repetition_penalty, settings.allowed),
         )
         self.rule = RULES[self.chooser.rule]
-        self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
+        self.text_of = settings.text_of
         # called with the place and the row of each row that ends, before its cache is dropped
         self.on_end: Callable[[int, Row], None] | None = None
         self.claim = Claim(target, drafter)
@@ -77,6 +82,15 @@ class Batch:
     def width(self) -> int:
         """Return the maximum number of drafted tokens of a round."""
         return self.drafter.width(self.gamma) if self.drafter is not None else 0
+
+    def capacity(self) -> int:
+        """Return the cache slots of a row: drafts of rows near their limit reach past it."""
+        return max(row.limit for row in self.rows) + self.width() + 1
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the drafter reads hidden states."""
+        return self.drafter is not None and self.drafter.capabilities.needs_hidden
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -87,12 +101,10 @@ class Batch:
         """Fill the caches with all prompt tokens except the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
-        # drafts of rows near their limit reach past it
-        capacity = max(row.limit for row in self.rows) + self.width() + 1
+        capacity = self.capacity()
         self.target.open(len(prompts_B), capacity)
-        wants_hidden = self.drafter is not None and self.drafter.capabilities.needs_hidden
         read_B = [prompt[:-1] for prompt in prompts_B]
-        hidden_BNC = prefill(self.target, read_B, wants_hidden, self.taps)
+        hidden_BNC = prefill(self.target, read_B, self.wants_hidden, self.taps)
         if self.drafter is not None:
             self.drafter.open(prompts_B, hidden_BNC, capacity)
         for row in self.rows:
@@ -109,13 +121,17 @@ class Batch:
         drafter's probabilities are NaN or infinite, and if `allowed` allows no token.
         """
         with self.claim:
-            if not self.claim.holds:
-                raise UserError(
-                    f"this call cannot continue: another call has used the target "
-                    f"'{self.target.name}' or its drafter and overwritten their caches. Finish or "
-                    f"close a stream before the next call, or load a second engine."
-                )
+            self.check_claim()
             self._round()
+
+    def check_claim(self) -> None:
+        """Raise UserError if another call has overwritten the caches. Call it inside the claim."""
+        if not self.claim.holds:
+            raise UserError(
+                f"this call cannot continue: another call has used the target "
+                f"'{self.target.name}' or its drafter and overwritten their caches. Finish or "
+                f"close a stream before the next call, or load a second engine."
+            )
 
     def _round(self) -> None:
         """Propose, verify, emit and commit; then drop the rows that have finished."""
@@ -238,8 +254,8 @@ class Batch:
             tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
             generation = row.generation
             stop = next((i for i, token in enumerate(tokens) if token in self.stops), None)
-            if self.stop_strings:
-                stop = self._stop_string(generation.tokens, tokens[:stop], stop)
+            if row.stop_strings:
+                stop = self._stop_string(row, tokens[:stop], stop)
             end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
             if end < len(tokens):
                 tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
@@ -256,15 +272,15 @@ class Batch:
                 self.on_tokens(row.index, tokens)
         return keep
 
-    def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
+    def _stop_string(self, row: Row, new: list[int], otherwise: int | None) -> int | None:
         """Return the index in `new` that completes a stop string, or `otherwise` if none does."""
         # a token adds or completes at least one character
-        reach = max(len(text) for text in self.stop_strings)
-        recent = before[-4 * reach :]
+        reach = max(len(text) for text in row.stop_strings)
+        recent = row.generation.tokens[-4 * reach :]
         for end in range(len(new)):
             text = self._text([*recent, *new[: end + 1]])
             old = len(self._text(recent)) - reach
-            if any(stop in text[max(old, 0) :] for stop in self.stop_strings):
+            if any(stop in text[max(old, 0) :] for stop in row.stop_strings):
                 return end
         return otherwise
 

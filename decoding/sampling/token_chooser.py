@@ -20,6 +20,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Chooser, Draws
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
+from decoding.sampling.row_warpers import RowWarpers
 from decoding.sampling.rule_names import FRESH, LOSSY, check_verify, split_rule
 from decoding.sampling.warpers import SAMPLES_PER_CHILD, Warper, draw, draw_different
 
@@ -35,7 +36,7 @@ class TokenChooser:
 
     def __init__(
         self,
-        warper: Warper,
+        warper: Warper | RowWarpers,
         verify: str,
         seed: int,
         vocab_size: int,
@@ -205,7 +206,7 @@ class TokenChooser:
         if depths_BN is not None:
             keys_BN = self._keys_BW.gather(1, depths_BN)
         assert self._scaled_V is not None
-        if self.warper.truncates:
+        if isinstance(self.warper, Warper) and self.warper.truncates:
             probs_BNK, ids_BNK = self.warper.survivors(logits_BNV)
             race_BNK = noise.exponentials(keys_BN[:, :, None], self._scaled_V[ids_BNK])
             return ids_BNK.gather(-1, (probs_BNK / race_BNK).argmax(-1, keepdim=True)).squeeze(-1)

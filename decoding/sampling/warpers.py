@@ -46,6 +46,11 @@ class Warper:
         """Whether any warper removes tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows of a batch have these settings, here always."""
+        return True
+
     def probs(self, logits_RV: Tensor) -> Tensor:
         """Return the warped probabilities (R, V), float32 or the logits' float64.
 

@@ -1,9 +1,9 @@
 """Batches of dialogues: the requests that are answered together, and the turns that share a cache.
 
 A batch continues turn by turn while at least half of its chats have requests left. Their tokens
-stay in the cache (decoding/session.py), so only new tokens are read. The other chats wait for a
-later batch, where they are read again. Batches therefore group chats with equal numbers of requests
-left, and among these, requests of similar length.
+stay in the cache (decoding/sessions/conversations.py), so only new tokens are read. The other chats
+wait for a later batch, where they are read again. Batches therefore group chats with equal numbers
+of requests left, and among these, requests of similar length.
 
 Batches depend only on the configuration and on earlier answers. If one answer of a batch is
 missing, the batch is answered again from its first turn, because only equal batches with equal

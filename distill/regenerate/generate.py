@@ -24,7 +24,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from decoding.schedules.by_name import decides_by_cost
-from decoding.session import ConversationBatches
+from decoding.sessions.conversations import ConversationBatches
 from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks

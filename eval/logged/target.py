@@ -88,6 +88,12 @@ class LoggedTarget:
         self._rows = [self._rows[row] for row in rows]
         self.lengths_B = [self.lengths_B[row] for row in rows]
 
+    def add_rows(self, count: int) -> None:
+        """Start the next `count` texts after the running ones."""
+        first = 1 + max(self._rows, default=-1)
+        self._rows = [*self._rows, *range(first, first + count)]
+        self.lengths_B = [*self.lengths_B, *[0] * count]
+
     def keep(self, row: int, name: int) -> None:
         """Store nothing, as a log has no cache."""
 

@@ -29,6 +29,15 @@ class StoredContext:
         self.lengths_B = [0] * rows
         self.tables: Rope = head.rope_tables(slots)
 
+    def extend(self, taps_BNX: Tensor | None, counts_B: Sequence[int]) -> None:
+        """Add rows of counts_B[b] tokens, whose states these are; None if no row has any."""
+        slots = self._cache_L2BGTD.shape[4] - self._head.config.block_size
+        more = StoredContext(self._head, len(counts_B), slots)
+        if taps_BNX is not None:
+            more.append(taps_BNX, counts_B)
+        self._cache_L2BGTD = torch.cat((self._cache_L2BGTD, more._cache_L2BGTD), 2)
+        self.lengths_B = [*self.lengths_B, *more.lengths_B]
+
     def append(self, taps_BNX: Tensor, counts_B: Sequence[int]) -> None:
         """Add the first counts_B[b] tokens of each row, whose states these are."""
         N = max(counts_B)

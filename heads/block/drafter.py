@@ -159,6 +159,13 @@ class BlockDrafter:
             counts_B = [len(prompt) - 1 for prompt in prompts_B]
             self._context.append(self._convert(prefill_hidden_BNC), counts_B)
 
+    def join(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None) -> None:
+        """Store the keys and values of each new prompt without its tip."""
+        states = None if prefill_hidden_BNC is None else self._convert(prefill_hidden_BNC)
+        self._stored.extend(states, [len(prompt) - 1 for prompt in prompts_B])
+        if self._plans is not None:
+            self._plans.add_rows(len(prompts_B))
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the tokens before those that the target has just read, and add these."""
         context = self._stored

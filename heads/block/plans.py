@@ -12,8 +12,14 @@ class ChainPlans:
     def __init__(self, costs: RoundCosts, rows: int) -> None:
         """Start the plans of new rows. costs: of a round; a draft of any length costs one pass."""
         self._costs = costs.of_one_pass()
-        self._plans_B = [RoundPlanner(self._costs) for _ in range(rows)]
-        self._drafted_B = [0] * rows  # tokens drafted in this round
+        self._plans_B: list[RoundPlanner] = []
+        self._drafted_B: list[int] = []  # tokens drafted in this round
+        self.add_rows(rows)
+
+    def add_rows(self, count: int) -> None:
+        """Start the plans of further rows."""
+        self._plans_B += [RoundPlanner(self._costs) for _ in range(count)]
+        self._drafted_B += [0] * count
 
     def lengths(self, budgets_B: Sequence[int]) -> list[int]:
         """Return each row's draft length, at most its budget, and 0 where no draft pays."""

@@ -13,6 +13,7 @@ query heads, K key/value heads, D head size, I inputs of the attention, V vocabu
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ from decoding.models.draft_vocabulary import spread
 from decoding.models.native.attention import grouped_attention
 from heads.eagle.model import EagleHead
 from heads.layers import Rope, rope_at
+
+
+class HeldRows(NamedTuple):
+    """Rows of a cache that others are opened beside: states, keys and values, and three counts."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    counts: tuple[list[int], list[int], list[int]]
 
 
 class HeadCache:
@@ -60,6 +68,27 @@ class HeadCache:
         self._rope = self.head.rope_tables(capacity + 1)
         self.lengths_B, self._known_B = [1] * rows, [0] * rows
         self._begin([0] * rows)
+
+    def open_more(self, rows: int) -> HeldRows:
+        """Start empty rows alone, with as many slots; return the running ones for `put_before`."""
+        held = HeldRows(
+            (self._states_BTH, self._keys_BTKD, self._values_BTKD),
+            (self.lengths_B, self._known_B, self._starts_B),
+        )
+        self.open(rows, self._states_BTH.shape[1] - 1)
+        return held
+
+    def put_before(self, held: HeldRows) -> None:
+        """Place rows that `open_more` returned before the others; no draft is open then."""
+        tensors = self._states_BTH, self._keys_BTKD, self._values_BTKD
+        self._states_BTH, self._keys_BTKD, self._values_BTKD = (
+            torch.cat(pair) for pair in zip(held.tensors, tensors, strict=True)
+        )
+        counts = self.lengths_B, self._known_B, self._starts_B
+        self.lengths_B, self._known_B, starts_B = (
+            [*old, *new] for old, new in zip(held.counts, counts, strict=True)
+        )
+        self._begin(starts_B)
 
     def add_states(self, taps_BWC: Tensor, counts_B: Sequence[int]) -> None:
         """Store the target's states at the next counts_B[b] tokens of each row."""

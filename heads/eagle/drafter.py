@@ -132,9 +132,20 @@ class EagleDrafter(RankedTree):
         """Read the prompts' tokens and states, with room for nodes that are not proposed."""
         self.cache.open(len(prompts_B), capacity + self.max_nodes * self.frontier)
         self._budget = None
+        self._read_prompts(prompts_B, prefill_hidden_BNC)
+
+    def _read_prompts(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
         if prefill_hidden_BNC is not None:
             self.cache.add_states(prefill_hidden_BNC, [len(prompt) - 1 for prompt in prompts_B])
             self.cache.read(prompts_B)
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read the new prompts' tokens and states."""
+        running = self.cache.open_more(len(prompts_B))
+        self._read_prompts(prompts_B, prefill_hidden_BNC)
+        self.cache.put_before(running)
+        if self._budget is not None:
+            self._budget.add_rows(len(prompts_B))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the first `kept` tokens, and read the others."""

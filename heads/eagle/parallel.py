@@ -77,6 +77,12 @@ class ParallelEagleDrafter(EagleDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         self._plans = None if self.costs is None else ChainPlans(self.costs, len(prompts_B))
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read the new prompts' tokens and states."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        if self._plans is not None:
+            self._plans.add_rows(len(prompts_B))
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the first `kept` tokens, and read the others."""
         super().resume(prompt, kept, hidden_NC)

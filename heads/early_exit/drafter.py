@@ -10,6 +10,7 @@ Shapes: B rows, N tokens, C hidden size.
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.drafters.target_view import TargetViewDrafter
@@ -77,6 +78,16 @@ class EarlyExitDrafter(TargetViewDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         if prefill_hidden_BNC is not None:
             self._append(prefill_hidden_BNC, [len(prompt) - 1 for prompt in prompts_B])
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Let the trained layer read the new prompts' tokens but the last."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        if prefill_hidden_BNC is not None and self._view is not None:
+            running = len(self._view.lengths_B) - len(prompts_B)
+            self._append(
+                F.pad(prefill_hidden_BNC, (0, 0, 0, 0, running, 0)),
+                [*[0] * running, *(len(prompt) - 1 for prompt in prompts_B)],
+            )
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Let the trained layer read the tokens that the target has just read."""

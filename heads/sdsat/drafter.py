@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
@@ -117,6 +118,13 @@ class SdsatDrafter(TargetViewDrafter):
         """Share the cache of the target; no draft is known yet."""
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         self._forget()
+
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Follow the target; no draft of the new rows is known yet."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        if self._logits_BSV is not None:
+            self._known_B = [*self._known_B, *[0] * len(prompts_B)]
+            self._logits_BSV = F.pad(self._logits_BSV, (0, 0, 0, 0, 0, len(prompts_B)))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Follow the target, which has read the new tokens; no draft is known yet."""

@@ -17,7 +17,7 @@ from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
-from decoding.session import Session
+from decoding.sessions.conversations import Session
 from decoding.values import RULES
 from tests.support.tiny_targets import hf_model, native_of
 

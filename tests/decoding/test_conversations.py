@@ -11,7 +11,7 @@ from decoding.loop import decode
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.session import ConversationBatches
+from decoding.sessions.conversations import ConversationBatches
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, random_prompts
 

@@ -168,6 +168,19 @@ def test_a_row_takes_idle_branches_of_another() -> None:
     rows.commit(0, [0], tokens_of[0])
 
 
+def test_a_row_that_joins_takes_idle_branches_of_another() -> None:
+    rows = Rows(1)
+    rows.commit(0, [0, 3], rows.forward({0: wide(MOST)})[0])
+    rows.sequences.add(1)
+    rows.texts.append([])
+    rows.check()
+    tokens_of = rows.forward({0: [-1], 1: wide(100)})
+    rows.commit(0, [0], tokens_of[0])
+    rows.commit(1, [0, 50], tokens_of[1])
+    with pytest.raises(UserError, match="keeps at most"):
+        rows.sequences.add(MOST - 1)
+
+
 def test_more_rows_than_sequences_are_refused() -> None:
     make: Callable[[], Rows] = lambda: Rows(MOST + 1)  # noqa: E731
     with pytest.raises(UserError, match=f"a batch of {MOST + 1} rows does not fit"):

@@ -16,7 +16,7 @@ import torch
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import decode
-from decoding.rounds.batch import Batch
+from decoding.rounds.batch import Batch, Row
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import Processors
@@ -299,12 +299,10 @@ def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
 ) -> None:
     """Check a control that misses a stop string inside the accepted span."""
 
-    def at_the_end(
-        self: Batch, before: list[int], new: list[int], otherwise: int | None
-    ) -> int | None:
+    def at_the_end(self: Batch, row: Row, new: list[int], otherwise: int | None) -> int | None:
         assert self.text_of is not None
-        text = self.text_of([*before, *new])
-        return len(new) - 1 if any(stop in text for stop in self.stop_strings) else otherwise
+        text = self.text_of([*row.generation.tokens, *new])
+        return len(new) - 1 if any(stop in text for stop in row.stop_strings) else otherwise
 
     monkeypatch.setattr(Batch, "_stop_string", at_the_end)
     law = partial(test_a_stop_string_inside_an_assumed_span_ends_the_row, schedule, "greedy")

@@ -19,7 +19,7 @@ from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
-from decoding.session import Session, shared_prefix_length
+from decoding.sessions.conversations import Session, shared_prefix_length
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 

@@ -18,7 +18,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores
-from decoding.session import ConversationBatches, Session
+from decoding.sessions.conversations import ConversationBatches, Session
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "assets" / "target"

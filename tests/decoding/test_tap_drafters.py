@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Drafter, Observation
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
-from decoding.session import ConversationBatches, Session
+from decoding.sessions.conversations import ConversationBatches, Session
 from tests.support.tap_readers import TAPS, TapChain, TapTree
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts

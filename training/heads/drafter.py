@@ -141,6 +141,12 @@ class HeadDrafter:
             states_BH = self.convert(at_nodes(prefill_hidden_BNC, places_B))
             self._hidden_BH = torch.where(has_state_B1, states_BH, self._hidden_BH)
 
+    def join(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None) -> None:
+        """Store the hidden state of each new prompt's last token but one."""
+        running_BH = self._hidden_BH
+        HeadDrafter.open(self, prompts_B, prefill_hidden_BNC, 0)
+        self._hidden_BH = torch.cat((running_BH, self._hidden_BH))
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Store the last of the hidden states that the target has just computed, if any."""
         if hidden_NC is not None:

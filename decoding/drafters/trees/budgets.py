@@ -10,6 +10,7 @@ of a level of top-k children, K of them expanded, M nodes of the tree.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,11 +52,17 @@ class PlannedBudget:
         self.depths_B: list[int] = []  # limit of each row's depth in this round
         self._planners_B: Sequence[AheadPlanner | StepPlanner] = ()
         self._levels: list[Tensor] = []  # chances of the children that each level could have
+        # makes a row's planner; None: the size is fixed
+        self._make: Callable[[], AheadPlanner | StepPlanner] | None = None
         if sampled or costs is not None:
             branching = frontier if sampled else None
-            self._planners_B = [
-                AheadPlanner(costs or FREE, most, most, branching, (frontier,)) for _ in range(rows)
-            ]
+            self._make = partial(AheadPlanner, costs or FREE, most, most, branching, (frontier,))
+            self.add_rows(rows)
+
+    def add_rows(self, count: int) -> None:
+        """Add planners of `count` rows that begin."""
+        if self._make is not None:
+            self._planners_B = [*self._planners_B, *(self._make() for _ in range(count))]
 
     def begin(self, depths_B: Sequence[int]) -> list[int]:
         """Begin a round; return the depth of each row, 0 where drafting does not pay."""
@@ -128,7 +135,8 @@ class GrowingBudget(PlannedBudget):
     def __init__(self, rows: int, most: int, costs: RoundCosts, sampled: bool) -> None:
         super().__init__(rows, most, most, None, False)
         self.sampled = sampled
-        self._planners_B = [StepPlanner(costs, most) for _ in range(rows)]
+        self._make = partial(StepPlanner, costs, most)
+        self.add_rows(rows)
 
     def admit(self, chances_BX: Tensor) -> list[int]:
         """Return how many children each row samples in the next level, likeliest first."""

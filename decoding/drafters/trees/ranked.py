@@ -92,6 +92,12 @@ class RankedTree(ChainDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
         self._budget = None
 
+    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
+        """Read the new prompts, whose trees start with estimates of their own."""
+        super().join(prompts_B, prefill_hidden_BNC)
+        if self._budget is not None:
+            self._budget.add_rows(len(prompts_B))
+
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Read the new tokens, and reset the estimates that size the trees."""
         super().resume(prompt, kept, hidden_NC)

@@ -164,6 +164,9 @@ class ParallelTarget:
     def select(self, rows: Sequence[int]) -> None:
         self._on_all_ranks("select", list(rows))
 
+    def add_rows(self, count: int) -> None:
+        self._on_all_ranks("add_rows", count)
+
     def keep(self, row: int, name: int) -> None:
         self._on_all_ranks("keep", row, name)
 

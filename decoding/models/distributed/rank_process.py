@@ -36,7 +36,7 @@ from decoding.models.native.weights import NativeConfig, Weights
 
 Array = np.ndarray[Any, Any]
 # methods of every rank's target that rank 0 calls by name
-CACHE_METHODS = ("commit", "truncate", "select", "keep", "begin", "forget")
+CACHE_METHODS = ("commit", "truncate", "select", "add_rows", "keep", "begin", "forget")
 
 
 class SummedLinear:

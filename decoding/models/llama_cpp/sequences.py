@@ -149,6 +149,16 @@ class Sequences:
                 self._free.append(number)
         self.rows = [self.rows[place] for place in rows]
 
+    def add(self, count: int) -> None:
+        """Add empty rows. Raises UserError if there are more rows than sequences."""
+        for row in self.rows:
+            if row.below_N is None:  # committed, so no branch needs the row's other sequences
+                row.leaves = 1
+        for _ in range(count):
+            row = Row()
+            row.ids, row.held = [self._take(row)], [0]
+            self.rows.append(row)
+
     def fill(self, place: int, length: int) -> None:
         """Record that an empty row's first sequence now holds `length` committed tokens."""
         row = self.rows[place]

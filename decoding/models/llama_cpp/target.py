@@ -163,6 +163,20 @@ class LlamaCppTarget:
         """Keep only these rows of the batch, in this order."""
         self._sequences.select(rows)
 
+    def add_rows(self, count: int) -> None:
+        """Add `count` empty rows after the running ones.
+
+        Raises ValueError if the cache was never open for so many, as llama.cpp cannot enlarge it.
+        """
+        assert self._context is not None, "open() comes before add_rows()"
+        rows = len(self.lengths_B) + count
+        if rows * self._capacity > self._context.cells:
+            raise ValueError(
+                f"{rows} rows of {self._capacity} slots are needed, but the cache has "
+                f"{self._context.cells} slots. Open it for all rows first."
+            )
+        self._sequences.add(count)
+
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache (see `Target.keep`)."""
         self._sequences.truncate(row, self.lengths_B[row])

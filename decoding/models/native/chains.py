@@ -73,8 +73,11 @@ def draft_chain(
 
 def verifies(chooser: Chooser) -> bool:
     """Return whether `verify_chains` knows the chooser's rule."""
+    warper = chooser.warper
     return chooser.rule == "greedy" or (
-        chooser.rule in ("token", "lossy_lenience", "coupled") and not chooser.warper.truncates
+        chooser.rule in ("token", "lossy_lenience", "coupled")
+        and not warper.truncates
+        and warper.is_shared
     )
 
 

@@ -51,6 +51,7 @@ class EarlyExit(NativeTarget):
         assert self._rope is not None, "open the target first"
         (B, N), device = states_BNC.shape[:2], self.device
         slots_BN = devices.tensor(self.lengths_B, device)[:, None] + torch.arange(N, device=device)
+        slots_BN.clamp_(max=len(self._rope[0]) - 1)  # padding may reach past the cache
         cos, sin = (table_TD[slots_BN][:, :, None] for table_TD in self._rope)
         _, k_BNHD, v_BNHD = self._own.project(self.config, states_BNC, cos, sin)
         rows_B1 = torch.arange(B, device=device)[:, None]

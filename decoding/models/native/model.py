@@ -307,6 +307,16 @@ class NativeTarget(CachedTarget):
             self._cache_L2BHTD[:, :, dst] = self._cache_L2BHTD[:, :, src]
         self._view_rows(len(rows))
 
+    def add_rows(self, count: int) -> None:
+        """Add `count` empty rows after the running ones; a cache with too few rows is copied."""
+        assert self._cache_L2BHTD is not None, "open() comes before add_rows()"
+        shape, rows = list(self._cache_L2BHTD.shape), len(self.lengths_B) + count
+        if shape[2] < rows:
+            shape[2] = rows
+            self._replace_cache(shape)
+        self.slots.add_rows(count)
+        self._view_rows(rows)
+
     def keep(self, row: int, name: int) -> None:
         """Store a copy of a row's committed cache (see `Target.keep`)."""
         assert self._cache_L2BHTD is not None
@@ -348,19 +358,25 @@ class NativeTarget(CachedTarget):
             return
         self._spare_layers = 1
         if self._cache_L2BHTD is not None:
-            cache, rows = self._cache_L2BHTD, len(self.lengths_B)
-            shape, used = (len(cache) + 1, *cache.shape[1:]), max(self.lengths_B, default=0)
-            with torch.inference_mode(False):
-                kept = cache[:, :, :rows, :, :used].clone()
-            del cache
-            self._cache_L2BHTD = kept
-            self._bind()
-            self._view_rows(rows)  # now nothing holds the old cache, which may be large
-            with torch.inference_mode(False):
-                self._cache_L2BHTD = torch.zeros(shape, dtype=kept.dtype, device=self.device)
-                self._cache_L2BHTD[:-1, :, :rows, :, :used] = kept
-            self._bind()
-            self._view_rows(rows)
+            shape = list(self._cache_L2BHTD.shape)
+            self._replace_cache([shape[0] + 1, *shape[1:]])
+
+    def _replace_cache(self, shape: Sequence[int]) -> None:
+        """Allocate a cache of more layers or rows, and copy the committed part of the rows."""
+        cache, rows = self._cache_L2BHTD, len(self.lengths_B)
+        assert cache is not None
+        layers, used = len(cache), max(self.lengths_B, default=0)
+        with torch.inference_mode(False):
+            kept = cache[:, :, :rows, :, :used].clone()
+        del cache
+        self._cache_L2BHTD = kept
+        self._bind()
+        self._view_rows(rows)  # now nothing holds the old cache, which may be large
+        with torch.inference_mode(False):
+            self._cache_L2BHTD = torch.zeros(*shape, dtype=kept.dtype, device=self.device)
+            self._cache_L2BHTD[:layers, :, :rows, :, :used] = kept
+        self._bind()
+        self._view_rows(rows)
 
     def follow(self, target: "NativeTarget") -> None:
         """Copy the lengths and rows of the viewed target, and share its cache.
