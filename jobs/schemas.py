@@ -28,6 +28,7 @@ SCHEMAS = {
     "heads.train": "heads.train.schema_for",
     "recurrent_drafting.generate": "serving.config.GenerateConfig",
     "recurrent_drafting.train": "recurrent_drafting.config.HeadTrainConfig",
+    "serving.api": "serving.api.config.ApiConfig",
 }
 
 

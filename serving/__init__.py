@@ -1,1 +1,6 @@
-"""Terminal chats and runs over prompts, with any drafter."""
+"""Terminal chats, prompt runs and an HTTP server, with any drafter."""
+
+import decoding  # noqa: F401  (before PyTorch: it shortens the spinning of threads)
+from jobs.interrupts import end_imports_quietly
+
+end_imports_quietly()

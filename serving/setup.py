@@ -84,8 +84,12 @@ def check(cfg: GenerateConfig) -> None:
         _check_writable(Path(cfg.output))
 
 
-def load(cfg: GenerateConfig) -> ChatModels:
-    """Load target, tokenizer and drafter. Raises UserError if they do not fit together."""
+def load(cfg: GenerateConfig, needs_template: bool = True) -> ChatModels:
+    """Load target, tokenizer and drafter. Raises UserError if they do not fit together.
+
+    needs_template: whether a target without a chat template is an error; if it is none, the name of
+    the template is empty.
+    """
     folder = resolve_model(cfg.target.path)
     device = device_of(cfg.target.device)
     trusted = cfg.target.trust_remote_code
@@ -94,7 +98,12 @@ def load(cfg: GenerateConfig) -> ChatModels:
     else:
         tokenizer = load_tokenizer(resolve_model(cfg.tokenizer, weights=False), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
-    template, named = choose_template(cfg, tokenizer, folder)
+    try:
+        template, named = choose_template(cfg, tokenizer, folder)
+    except UserError:
+        if needs_template:
+            raise
+        template, named = "", ""
     cfg = replace(cfg, target=with_execution(cfg.target, folder))
     drafter, use = load_drafter(cfg, folder, device)
     if drafter is not None:

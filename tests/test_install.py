@@ -41,6 +41,7 @@ DRY_RUNS = {
     "heads.train": "head=medusa",
     "recurrent_drafting.generate": "",
     "recurrent_drafting.train": "",
+    "serving.api": "",
 }
 
 OFTEN = ("distill.train", "eval.run", "recurrent_drafting.train")  # dry runs of the tier --all

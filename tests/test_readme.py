@@ -32,6 +32,7 @@ import eval.run
 import heads.train
 import recurrent_drafting.generate
 import recurrent_drafting.train
+import serving.api.job
 from decoding.errors import UserError
 from heads.train import find_kind_name
 from heads.train import schema_of as head_schema
@@ -71,6 +72,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "heads.train": heads.train.run,
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
     "recurrent_drafting.train": recurrent_drafting.train.run,
+    "serving.api": serving.api.job.run,
 }
 TOY_LOOP = (
     "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
@@ -107,6 +109,7 @@ TOY = {
     "recurrent_drafting.generate": "dry_run=true",
     "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
     f"held_out.max_new_tokens=4",
+    "serving.api": "dry_run=true",
 }
 
 
@@ -153,7 +156,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
     # These jobs take the folder of a drafter, and the first one published flags.
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
-    if job == "eval.doctor":
+    if job in ("eval.doctor", "serving.api"):
         arguments = [expand_drafter(word) for word in arguments]
     # The schema depends on the kind of head.
     schema = head_schema(find_kind_name(arguments)) if job == "heads.train" else SCHEMAS[job]
@@ -323,7 +326,7 @@ def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_pa
             f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 "
             f"dtypes=[float32]"
         )
-    elif script.endswith("replay.py"):
+    elif script.endswith(("replay.py", "server.py")):
         options += f"target={tiny_target} max_prompts=1 max_new_tokens=8"
     else:
         options += f"target={tiny_target} steps=1"

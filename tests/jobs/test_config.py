@@ -33,6 +33,7 @@ from jobs.help import field_docs, print_help
 from jobs.job import CONF, _exit_on_errors, check_arguments, register, run_typed
 from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
+from serving.api.config import ApiConfig
 from serving.config import GenerateConfig
 
 SCHEMAS: dict[str, type[JobConfig]] = {
@@ -48,6 +49,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "heads.train": schema_of("recurrent"),
     "recurrent_drafting.generate": GenerateConfig,
     "recurrent_drafting.train": HeadTrainConfig,
+    "serving.api": ApiConfig,
 }
 
 

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server for one machine, with any drafter."""

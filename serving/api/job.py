@@ -1,0 +1,151 @@
+"""The job: load the models, listen, and serve until a signal ends it."""
+
+import importlib.util
+import ipaddress
+import resource
+import socket
+from dataclasses import replace
+
+from decoding.engine import encode
+from decoding.errors import UserError, without_stop
+from decoding.sampling.rule_names import split_rule
+from decoding.values import check_settings, check_value, whole_number
+from jobs.config import refuse_parallel
+from jobs.paths import resolve_model
+from serving.api.config import ApiConfig
+from serving.api.keys import Keys
+from serving.config import GenerateConfig
+from serving.setup import DEFAULT_DRAFTER, check_drafter, load, warm_up
+from serving.setup import check as check_generation
+
+NEEDS = ("starlette", "uvicorn", "prometheus_client")
+EXACT_RULES = ("coupled", "token", "block")
+LEAST = {
+    "num_draft_tokens": 0,
+    "max_rows": 1,
+    "max_waiting": 0,
+    "max_new_tokens": 0,
+    "max_body_mib": 1,
+    "idle_seconds": 1,
+    "grace_seconds": 0,
+    "pool_tokens": 1,
+}
+BACKLOG = 2048
+MEASURED_TOKENS = 256  # that an answer may have where the costs of a round are measured
+
+
+def check(cfg: ApiConfig) -> None:
+    """Raise UserError for invalid and contradictory settings, and without the server's packages."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"serving.api needs {', '.join(missing)}. Run pip install 'shallow-draft[server]'"
+        )
+    for name, least in LEAST.items():
+        check_value(name, vars(cfg)[name], whole_number(least))
+    check_value("port", cfg.port, whole_number(0, 65535))
+    check_settings(cfg, ("seed",))
+    refuse_parallel(cfg.target)
+    if cfg.verify not in EXACT_RULES:
+        raise UserError(
+            f"verify is {cfg.verify}, expected one of {', '.join(EXACT_RULES)}: these keep the "
+            f"target's distribution."
+        )
+    if cfg.keep_pools and split_rule(cfg.verify)[0] != "coupled":
+        raise UserError(
+            f"keep_pools=true needs verify=coupled, found {cfg.verify}: a text would depend on "
+            f"earlier requests. Set verify=coupled or keep_pools=false."
+        )
+    check_generation(_generation(cfg))
+
+
+def _generation(cfg: ApiConfig) -> GenerateConfig:
+    """Return the settings with which the models are loaded."""
+    return GenerateConfig(
+        job=cfg.job,
+        output_dir=cfg.output_dir,
+        seed=cfg.seed,
+        threads=cfg.threads,
+        target=cfg.target,
+        drafter=cfg.drafter,
+        beam_width=cfg.beam_width,
+        beam_length=cfg.num_draft_tokens + 1,
+        children=cfg.children,
+        by_cost=cfg.by_cost,
+        verify=cfg.verify,
+        stopping=cfg.stopping,
+        template=cfg.template,
+        max_new_tokens=cfg.max_new_tokens or MEASURED_TOKENS,
+    )
+
+
+def run(cfg: ApiConfig) -> None:
+    """Serve until SIGINT or SIGTERM; with dry_run only print what would be served.
+
+    Raises UserError for settings and models that do not fit, and for an address that is in use.
+    """
+    check(cfg)
+    if cfg.dry_run:
+        print(_plan(cfg))
+        return
+    keys = Keys(cfg.key_file)
+    listener = listen(cfg.host, cfg.port)  # first, as the models may take long to load
+    with listener:
+        try:
+            _serve(cfg, keys, listener)
+        except KeyboardInterrupt:
+            print("stopped")
+
+
+def _plan(cfg: ApiConfig) -> str:
+    folder = resolve_model(cfg.target.path)
+    check_drafter(_generation(cfg), folder)
+    return (
+        f"would serve {folder} with drafter {cfg.drafter.get('use', DEFAULT_DRAFTER)} on "
+        f"{cfg.host}:{cfg.port}: up to {cfg.max_rows} rows at a time, {cfg.max_waiting} requests "
+        f"in the queue"
+    )
+
+
+def _serve(cfg: ApiConfig, keys: Keys, listener: socket.socket) -> None:
+    from serving.api.service import make_service  # its packages are an extra
+
+    loaded = load(_generation(cfg), needs_template=False)
+    settings = warm_up(loaded.engine, encode(loaded.engine, "Hello"), loaded.settings)
+    service = make_service(replace(loaded, settings=settings), cfg, keys)
+    files = _raise_file_limit()
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"{loaded.about}\nserving '{service.limits.model}' at http://{shown}:{port}/v1: "
+        f"{cfg.max_rows} rows at a time, {cfg.max_waiting} requests in the queue, at most "
+        f"{files:,} connections (the limit of open files)",
+        flush=True,
+    )
+    if not keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        print("note: anybody who reaches this address may use it; set key_file=", flush=True)
+    service.run(listener)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises UserError for an address in use or of another host."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        remedy = "Set port= to another one, or port=0 for a free one, or host= to this machine's."
+        raise UserError(
+            f"cannot listen on {host}:{port}: {without_stop(error)}. {remedy}"
+        ) from error
+
+
+def _raise_file_limit() -> int:
+    """Allow as many open files as the system lets this process; return the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):  # a limit that the system does not grant
+            pass
+    return soft

@@ -1,0 +1,107 @@
+"""The server's parts put together: the decoding thread, the endpoints, and uvicorn."""
+
+import socket
+from dataclasses import dataclass
+from typing import cast
+
+import uvicorn
+
+from decoding.engine import encode
+from decoding.errors import UserError
+from decoding.interfaces import PoolKeeper
+from serving.api.app import Api
+from serving.api.config import ApiConfig
+from serving.api.connections import IdleProtocol
+from serving.api.keys import Keys
+from serving.api.metrics import Metrics
+from serving.api.pools import Pools
+from serving.api.requests import Limits
+from serving.api.scheduler import Scheduler
+from serving.setup import ChatModels
+from training.data.chat import render_prompt
+
+
+@dataclass(frozen=True)
+class Service:
+    """A server that is ready to run."""
+
+    scheduler: Scheduler
+    metrics: Metrics
+    limits: Limits
+    server: uvicorn.Server
+
+    def run(self, listener: socket.socket) -> None:
+        """Serve on this socket until a signal arrives, or `server.should_exit` is set."""
+        self.scheduler.start()
+        try:
+            self.server.run(sockets=[listener])
+        finally:
+            self.scheduler.stop()
+
+
+def make_service(loaded: ChatModels, cfg: ApiConfig, keys: Keys) -> Service:
+    """Return the server of these models; the cache of all rows is allocated now.
+
+    Raises UserError if the settings do not fit the drafter.
+    """
+    metrics, limits = Metrics(), _limits(loaded, cfg)
+    scheduler = Scheduler(loaded.engine, loaded.settings, cfg.max_rows, cfg.max_waiting, metrics)
+    api = Api(
+        loaded.engine,
+        scheduler,
+        limits,
+        metrics,
+        keys=keys,
+        pools=_pools(loaded, cfg),
+        most_body_bytes=cfg.max_body_mib << 20,
+    )
+    config = uvicorn.Config(
+        api.app(),
+        http=IdleProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=cfg.idle_seconds,
+        timeout_graceful_shutdown=cfg.grace_seconds,
+    )
+    return Service(scheduler, metrics, limits, uvicorn.Server(config))
+
+
+def _limits(loaded: ChatModels, cfg: ApiConfig) -> Limits:
+    engine, template = loaded.engine, loaded.template
+
+    def render(messages: list[dict[str, str]]) -> list[int]:
+        if not template:
+            raise UserError(
+                f"the tokenizer of '{engine.target.name}' has no chat template. Send prompts to "
+                f"/v1/completions, or start the server with template=."
+            )
+        return render_prompt(engine.tokenizer, messages, template=template)
+
+    return Limits(
+        model=cfg.model_name or engine.target.name,
+        context=engine.target.max_length,
+        vocab_size=engine.target.vocab_size,
+        settings=loaded.settings,
+        max_new_tokens=cfg.max_new_tokens,
+        max_choices=cfg.max_rows,
+        render=render,
+        encode=lambda text: encode(engine, text),
+    )
+
+
+def _pools(loaded: ChatModels, cfg: ApiConfig) -> Pools | None:
+    """Return the pools of the clients' keys, None if none are kept."""
+    if not cfg.keep_pools:
+        return None
+    drafter = loaded.engine.drafter
+    if drafter is None or not drafter.capabilities.keeps_pools:
+        raise UserError(
+            f"keep_pools=true needs a drafter that remembers texts, such as ouroboros or "
+            f"suffix_lookup; {drafter.name if drafter else 'plain decoding'} does not. Set "
+            f"keep_pools=false."
+        )
+    return Pools(cast(PoolKeeper, drafter), cfg.pool_tokens)

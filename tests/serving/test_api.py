@@ -1,0 +1,320 @@
+"""The server under load, asked by OpenAI's own client: every text is that of a decode alone."""
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from decoding.engine import text_of
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.batch import Row
+from serving.api.answers import ChoiceText
+from serving.api.scheduler import Job
+from tests.decoding.test_law_controls import key_noise_by_place
+from tests.support.api_server import Served, alone, serve
+from tests.support.tiers import tiered
+from tests.support.tiny_targets import random_prompts
+
+DRAFTERS = ("recurrent", "ranked_tree", "block_tree", "recurrent_drawn", "eagle3", "none")
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 6},
+)
+GROWTH_BYTES = 4 << 20  # of the process over the requests of the long test
+
+
+def questions(count: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return prompts and settings of requests; no two are equal."""
+    prompts = random_prompts(count, longest=30, seed=1)
+    return [
+        (prompt, {**SAMPLING[i % len(SAMPLING)], "max_tokens": 8 + i % 9})
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def expected(served: Served, prompt: list[int], asked: dict[str, Any]) -> tuple[str, int]:
+    """Return the text of a decode alone, and its number of tokens.
+
+    A random model writes bytes that are no characters. Their text is that of a stream, which
+    shows a byte before it can know that the next one spoils it.
+    """
+    given = {key: value for key, value in asked.items() if key != "max_tokens"}
+    settings = replace(served.settings, max_new_tokens=asked["max_tokens"], **given)
+    done = alone(prompt, settings)
+    text = ChoiceText(lambda ids: text_of(served.engine, ids), ())
+    return text.add(done.tokens, done.finish), len(done.tokens)
+
+
+async def ask_all(
+    served: Served, asked: Sequence[tuple[list[int], dict[str, Any]]]
+) -> list[tuple[str, int] | None]:
+    """Send all requests at once; every second one leaves, half of these in mid-stream.
+
+    Returns the texts and their numbers of tokens, None for the requests that left.
+    """
+    async with served.async_client() as client:
+
+        async def ask(number: int) -> tuple[str, int] | None:
+            prompt, given = asked[number]
+            create = client.completions.create
+            if number % 2 == 0:
+                done = await create(model=served.model, prompt=prompt, **given)
+                return done.choices[0].text, done.usage.completion_tokens
+            if number % 4 == 1:
+                stream = await create(
+                    model=served.model, prompt=prompt, stream=True, **{**given, "max_tokens": 200}
+                )
+                async for _ in stream:
+                    break
+                await stream.close()
+                return None
+            whole = asyncio.ensure_future(
+                create(model=served.model, prompt=prompt, **{**given, "max_tokens": 200})
+            )
+            await asyncio.sleep(0.01 * (number % 20))
+            whole.cancel()
+            return None
+
+        return await asyncio.gather(*map(ask, range(len(asked))))
+
+
+def check_texts(served: Served, count: int) -> None:
+    """Check the law for `count` requests at once, and that no row is left."""
+    asked = questions(count)
+    found = asyncio.run(ask_all(served, asked))
+    served.wait_until_empty()
+    for number, (prompt, given) in enumerate(asked):
+        if number % 2 == 0:
+            assert found[number] == expected(served, prompt, given), f"request {number}"
+
+
+def leftovers() -> list[object]:
+    """Return the jobs and rows that are still in memory."""
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, Job | Row)]
+
+
+@pytest.mark.parametrize("drafter", tiered(DRAFTERS, ["recurrent"]))
+def test_200_requests_at_once_have_the_texts_of_decodes_alone(drafter: str) -> None:
+    with serve(drafter, max_rows=6) as served:
+        check_texts(served, 200)
+        # a request may leave before it arrives
+        assert 100 < served.metric("requests_total") <= 200
+        cancelled = [
+            line
+            for line in served.service.metrics.text().decode().splitlines()
+            if line.startswith('shallow_draft_requests_total{outcome="cancelled"}')
+        ]
+        assert float(cancelled[0].split()[-1]) > 25, "hardly any request has left"
+    assert not leftovers()
+
+
+@pytest.mark.parametrize("rule", tiered(["token", "block"], ["token"]))
+def test_rules_that_test_q_have_the_texts_of_decodes_alone(rule: str) -> None:
+    """Check that rows do not depend on their neighbours, where texts depend on drafts."""
+    with serve("chain", rule=rule) as served:
+        asked = questions(24)[1::3]  # one sampling setting, another seed each
+        asked = [
+            (prompt, {**given, "seed": number}) for number, (prompt, given) in enumerate(asked)
+        ]
+
+        async def ask() -> list[str]:
+            async with served.async_client() as client:
+                answers = await asyncio.gather(
+                    *(
+                        client.completions.create(model=served.model, prompt=prompt, **given)
+                        for prompt, given in asked
+                    )
+                )
+            return [answer.choices[0].text for answer in answers]
+
+        together = asyncio.run(ask())
+        one_by_one = [
+            served.post({"model": served.model, "prompt": prompt, **given}).json()["choices"][0][
+                "text"
+            ]
+            for prompt, given in asked
+        ]
+        assert together == one_by_one
+
+
+def test_the_law_rejects_noise_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    key_noise_by_place(monkeypatch)
+    with serve("chain", max_rows=4) as served, pytest.raises(AssertionError, match="request"):
+        check_texts(served, 24)
+
+
+@pytest.mark.long
+def test_memory_is_flat_over_2000_requests() -> None:
+    process = psutil.Process(os.getpid())
+    with serve("recurrent", max_rows=6) as served:
+        sizes = []
+        for _ in range(20):
+            asyncio.run(ask_all(served, questions(100)))
+            served.wait_until_empty()
+            gc.collect()
+            sizes.append(process.memory_info().rss)
+        assert served.metric("requests_total") > 1000
+    warm, last = max(sizes[5:10]), min(sizes[15:])
+    assert last - warm < GROWTH_BYTES, [size >> 20 for size in sizes]
+    assert not leftovers()
+
+
+def test_a_stream_has_the_text_of_the_whole_answer() -> None:
+    with serve() as served, served.client() as client:
+        given: dict[str, Any] = {"max_tokens": 20, "seed": 3, "temperature": 0.8, "n": 2}
+        messages: Any = [{"role": "user", "content": "Name a colour."}]
+        whole = client.chat.completions.create(model=served.model, messages=messages, **given)
+        texts, ends, usage = ["", ""], [None, None], None
+        stream = client.chat.completions.create(
+            model=served.model,
+            messages=messages,
+            stream=True,
+            stream_options={"include_usage": True},
+            **given,
+        )
+        parts = 0
+        for part in stream:
+            usage = part.usage or usage
+            for choice in part.choices:
+                parts += bool(choice.delta.content)
+                texts[choice.index] += choice.delta.content or ""
+                ends[choice.index] = choice.finish_reason or ends[choice.index]
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert ends == [choice.finish_reason for choice in whole.choices]
+        assert parts > 2 and texts[0] != texts[1]
+        assert usage == whole.usage and usage is not None and usage.completion_tokens <= 40
+
+
+def test_a_seed_gives_the_same_text_and_none_another() -> None:
+    with serve() as served, served.client() as client:
+
+        def ask(**given: Any) -> str:
+            done = client.completions.create(
+                model=served.model, prompt="def add(", max_tokens=16, **given
+            )
+            return done.choices[0].text
+
+        assert ask(seed=1) == ask(seed=1) != ask(seed=2)
+        assert ask() != ask()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_before_its_stop_string(stream: bool) -> None:
+    with serve() as served, served.client() as client:
+        given: dict[str, Any] = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 30}
+        text = client.completions.create(model=served.model, **given).choices[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        asked = {**given, "stop": ["never found", stop], "stream": stream}
+        done: Any = client.completions.create(model=served.model, **asked)
+        parts = list(done) if stream else [done]
+        found = "".join(part.choices[0].text for part in parts)
+        assert found == text[: text.index(stop)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_client_that_leaves_frees_its_rows() -> None:
+    with serve(max_rows=2) as served, served.client() as client:
+        streams = [
+            client.completions.create(
+                model=served.model, prompt=[4, 5, 6], max_tokens=240, temperature=0, stream=True
+            )
+            for _ in range(2)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        for stream in streams:
+            stream.close()
+        began = time.monotonic()
+        answer = client.completions.create(model=served.model, prompt=[7, 8], max_tokens=4)
+        assert answer.usage is not None and answer.usage.completion_tokens <= 4
+        served.wait_until_empty()
+        assert time.monotonic() - began < 20
+        assert 'outcome="cancelled"} 2.0' in served.service.metrics.text().decode()
+
+
+def test_the_queue_is_bounded() -> None:
+    async def ask(served: Served) -> list[int]:
+        async with served.async_client() as client:
+
+            async def one() -> int:
+                answer = await client.completions.with_raw_response.create(
+                    model=served.model, prompt=[4, 5], max_tokens=120, temperature=0
+                )
+                return answer.http_response.status_code
+
+            found = await asyncio.gather(*(one() for _ in range(12)), return_exceptions=True)
+        return [getattr(one, "status_code", one) for one in found]  # type: ignore[misc]
+
+    with serve(max_rows=1, max_waiting=2) as served:
+        statuses = asyncio.run(ask(served))
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 3
+        served.wait_until_empty()
+
+
+def test_pools_stay_with_their_key(tmp_path: Any) -> None:
+    """Check that a key's second request drafts from its first, and another key's does not."""
+    keys = tmp_path / "keys"
+    keys.write_text("alpha\nbeta\n")
+    with serve("suffix_lookup", key_file=str(keys), keep_pools=True) as served:
+
+        def ask(key: str) -> tuple[str, float]:
+            before = served.metric("row_rounds_total")
+            done = served.client(key).completions.create(
+                model=served.model, prompt=random_prompts(1, seed=9)[0], max_tokens=60, seed=4
+            )
+            served.wait_until_empty()
+            return done.choices[0].text, served.metric("row_rounds_total") - before
+
+        (text, first), again, other = ask("alpha"), ask("alpha"), ask("beta")
+        assert again[0] == other[0] == text
+        assert again[1] < first and other[1] == first
+
+
+def test_no_pool_is_kept_by_default() -> None:
+    with serve("suffix_lookup") as served:
+        body = {"model": served.model, "prompt": [9, 8, 7], "max_tokens": 60, "seed": 4}
+        rounds = []
+        for _ in range(2):
+            before = served.metric("row_rounds_total")
+            assert served.post(body).status_code == 200
+            served.wait_until_empty()
+            rounds.append(served.metric("row_rounds_total") - before)
+        assert rounds[0] == rounds[1]
+
+
+def test_metrics_and_health() -> None:
+    with serve() as served, served.client() as client:
+        client.completions.create(model=served.model, prompt=[4, 5], max_tokens=9, temperature=0)
+        assert served.metric("prompt_tokens_total") == 2
+        assert served.metric("generated_tokens_total") == 9
+        assert served.metric("accepted_tokens_total") <= served.metric("drafted_tokens_total")
+        assert served.metric("row_rounds_total") + served.metric("accepted_tokens_total") == 9
+        assert [one.id for one in client.models.list()] == [served.model]
+        assert client.models.retrieve(served.model).id == served.model
+        health = httpx2.get(f"{served.url}/health").json()
+        assert health == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def test_the_models_fail_loudly_and_the_server_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve() as served:
+        body = {"model": served.model, "prompt": [4, 5], "max_tokens": 3, "temperature": 0}
+        with monkeypatch.context() as broken:
+            broken.setattr(NativeTarget, "forward", _fail)
+            answer = served.post(body)
+            assert answer.status_code == 500
+            assert "decoding failed" in answer.json()["error"]["message"]
+        assert served.post(body).status_code == 200
+        served.wait_until_empty()
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise MemoryError("planted")

@@ -1,0 +1,332 @@
+"""Requests that the server refuses, each with an error that names what is wrong."""
+
+import json
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import AuthenticationError, BadRequestError, NotFoundError
+
+from decoding.errors import UserError
+from jobs.config import TargetConfig
+from serving.api.answers import ChoiceText
+from serving.api.config import ApiConfig
+from serving.api.job import check, listen, run
+from tests.support.api_server import Served, serve
+from tests.support.tiers import tiered
+
+MIB = 1 << 20
+JSON = {"Content-Type": "application/json"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve(max_rows=4) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def the_server_lives(served: Served) -> Iterator[None]:
+    """Check after every test that the server still answers."""
+    yield
+    answer = served.post({"model": served.model, "prompt": [5], "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+def error_of(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"logprobs": 5}, "logprobs", "does not support"),
+    ({"logprobs": 0}, "logprobs", "does not support"),
+    ({"echo": True}, "echo", "does not support"),
+    ({"best_of": 3}, "best_of", "does not support"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "does not support"),
+    ({"temprature": 1}, "temprature", "the nearest is 'temperature'"),
+    ({"x" * 100_000: 1}, "x" * 64, "is unknown"),
+    ({"temperature": "hot"}, "temperature", "expected 0 (greedy)"),
+    ({"temperature": -1}, "temperature", "expected 0 (greedy)"),
+    ({"top_p": 0}, "top_p", "more than 0"),
+    ({"seed": 2.5}, "seed", "a whole number"),
+    ({"max_tokens": 0}, "max_tokens", "a whole number from 1"),
+    ({"max_tokens": 2**40}, "max_tokens", "a whole number from 1"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
+    ({"stop": ""}, "stop", "1 to 256 characters"),
+    ({"n": 5}, "n", "from 1 to 4"),
+    ({"stream": "yes"}, "stream", "true or false"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+    ({"prompt": []}, "prompt", "expected a text"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": [-1]}, "prompt", "token ids from 0"),
+    ({"prompt": [10**9]}, "prompt", "token ids from 0"),
+    ({"prompt": ["a"] * 5}, "prompt", "at most 4"),
+    ({"prompt": ["a", "b"], "n": 3}, "n", "asks for 6 choices"),
+    ({"prompt": "cut \ud83d"}, "prompt", "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("change", "field", "words"), FIELDS)
+def test_a_wrong_field_is_named(
+    served: Served, change: dict[str, Any], field: str, words: str
+) -> None:
+    body = json.dumps({"model": served.model, "prompt": "def", "max_tokens": 3, **change})
+    error = error_of(httpx2.post(f"{served.url}/v1/completions", content=body, headers=JSON))
+    assert error["param"] == field and words in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
+    nothing = {"logprobs": None, "echo": False, "best_of": 1, "logit_bias": {}, "suffix": None}
+    body = {"model": served.model, "prompt": "def", "max_tokens": 3, **nothing, "user": "me"}
+    assert served.post(body).status_code == 200
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "expected a list of messages"),
+    ("hello", "expected a list of messages"),
+    ([{"role": "robot", "content": "x"}], "expected one of system"),
+    ([{"role": "user"}], "has no content"),
+    ([{"role": "user", "content": ""}], "empty"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads text alone"),
+    (["hello"], "expected a mapping"),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), MESSAGES)
+def test_a_wrong_message_is_named(served: Served, messages: Any, words: str) -> None:
+    body = {"model": served.model, "messages": messages, "max_tokens": 3}
+    error = error_of(served.post(body, "/v1/chat/completions"))
+    assert error["param"] == "messages" and words in error["message"]
+
+
+def test_parts_of_text_are_joined(served: Served) -> None:
+    def ask(content: Any) -> str:
+        body = {
+            "model": served.model,
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": content},
+            ],
+            "max_tokens": 5,
+            "temperature": 0,
+        }
+        return served.post(body, "/v1/chat/completions").json()["choices"][0]["message"]["content"]
+
+    parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "it."}]
+    assert ask(parts) == ask("Name it.")
+
+
+def test_openais_client_raises_its_own_errors(served: Served) -> None:
+    with served.client() as client:
+        with pytest.raises(NotFoundError, match="does not exist here"):
+            client.completions.create(model="gpt-4", prompt="a")
+        with pytest.raises(NotFoundError, match="does not exist here"):
+            client.models.retrieve("gpt-4")
+        with pytest.raises(BadRequestError, match="logprobs"):
+            client.chat.completions.create(
+                model=served.model,
+                messages=[{"role": "user", "content": "a"}],
+                logprobs=True,
+                top_logprobs=2,
+            )
+
+
+def test_a_prompt_over_the_context_is_refused_with_its_length(served: Served) -> None:
+    error = error_of(served.post({"model": served.model, "prompt": [5] * 300}))
+    assert error["code"] == "context_length_exceeded" and "300 tokens" in error["message"]
+    long = {"model": served.model, "prompt": [5] * 250}
+    answer = served.post({**long, "temperature": 0})
+    assert answer.json()["usage"]["total_tokens"] <= 256
+
+
+BODIES: list[tuple[bytes, str]] = [
+    (b"", "not valid JSON"),
+    (b'{"model": ', "not valid JSON"),
+    (b'{"prompt": "caf\xe9"}', "not valid UTF-8: byte 15 is 0xe9"),
+    (b"[1, 2]", "is a JSON list"),
+    (b"null", "is a JSON NoneType"),
+    (b'{"temperature": NaN}', "NaN is no JSON number"),
+    (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    (b'{"stop": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), BODIES, ids=[words for _, words in BODIES])
+def test_a_malformed_body_is_refused(served: Served, body: bytes, words: str) -> None:
+    answer = httpx2.post(f"{served.url}/v1/completions", content=body, headers=JSON, timeout=30)
+    assert words in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_of_100_mb_is_refused_and_dropped(served: Served, declared: bool) -> None:
+    """Check a body with a declared length, and one in chunks."""
+    part, count = b"x" * MIB, 100
+    content = part * count if declared else (part for _ in range(count))
+    answer = httpx2.post(f"{served.url}/v1/completions", content=content, headers=JSON, timeout=60)
+    error = error_of(answer, 413)
+    assert error["code"] == "body_too_large" and "max_body_mib=4" in error["message"]
+
+
+def test_another_content_type_is_refused(served: Served) -> None:
+    answer = httpx2.post(f"{served.url}/v1/completions", data={"a": "b"})
+    assert "application/json" in error_of(answer, 415)["message"]
+
+
+def test_an_unknown_path_or_method_is_refused(served: Served) -> None:
+    assert "/v1/completions" in error_of(httpx2.post(f"{served.url}/v1/x"), 404)["message"]
+    assert error_of(httpx2.get(f"{served.url}/v1/completions"), 405)["code"] == "unknown_url"
+
+
+def test_bytes_that_are_no_http_are_refused(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as raw:
+        raw.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
+        raw.settimeout(10)
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\n secret \nother\n")
+    with serve("none", key_file=str(keys)) as guarded:
+        for key in ("secret", "other"):
+            assert guarded.client(key).models.list().data[0].id == guarded.model
+        for key in ("wrong", "secre", "secret2"):
+            with pytest.raises(AuthenticationError):
+                guarded.client(key).models.list()
+        header = {"Authorization": "Basic secret"}
+        assert httpx2.get(f"{guarded.url}/v1/models", headers=header).status_code == 401
+        answer = guarded.post({"model": guarded.model, "prompt": "a"})
+        assert error_of(answer, 401)["code"] == "invalid_api_key"
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for path, words in ((empty, "has no key"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(UserError, match=words), serve("none", key_file=str(path)):
+            pass
+
+
+def test_a_port_that_is_in_use_is_an_error_before_any_model_is_loaded() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        cfg = ApiConfig(
+            job="serving.api", output_dir="", target=TargetConfig(path="missing"), port=port
+        )
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}.*port=0"):
+            run(cfg)
+    with pytest.raises(UserError, match="cannot listen on nowhere.invalid"):
+        listen("nowhere.invalid", 0)
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"max_rows": 0}, "max_rows is 0"),
+    ({"port": 70000}, "port is 70000"),
+    ({"verify": "typical"}, "verify is typical"),
+    ({"verify": "token", "keep_pools": True}, "keep_pools=true needs verify=coupled"),
+    ({"drafter": {"use": "none"}, "num_draft_tokens": -1}, "num_draft_tokens is -1"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), SETTINGS)
+def test_a_wrong_setting_is_named(changed: dict[str, Any], words: str) -> None:
+    cfg = ApiConfig(
+        job="serving.api", output_dir="", target=TargetConfig(path="embedded:target"), **changed
+    )
+    with pytest.raises(UserError, match=words):
+        check(cfg)
+
+
+def test_pools_need_a_drafter_that_keeps_them() -> None:
+    with pytest.raises(UserError, match="needs a drafter that remembers"), serve(keep_pools=True):
+        pass
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait until the other side closes a connection, and return False if it sends anything.
+
+    The close is a reset if bytes arrive that nobody has read.
+    """
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("count", tiered([200, 10_000], [200]))
+def test_idle_connections_neither_block_nor_stay(count: int) -> None:
+    """Check as many idle connections as the limit of open files allows, two files for each.
+
+    Every second one sends the beginning of a request and no more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = min(count, (hard - 500) // 2)
+    assert count >= 100, f"a limit of {hard} open files is too low for this test"
+    with serve("none", idle_seconds=3) as running:
+        address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+        idle = [socket.create_connection(address, timeout=30) for _ in range(count)]
+        try:
+            for one in idle[::2]:
+                one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
+            body = {"model": running.model, "prompt": [5], "max_tokens": 2}
+            assert running.post(body).status_code == 200
+            until = time.monotonic() + 60
+            for one in idle:
+                one.settimeout(max(0.1, until - time.monotonic()))
+                assert is_closed(one), "an idle connection got an answer"
+            assert running.post(body).status_code == 200
+        finally:
+            for one in idle:
+                one.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_a_stop_string_never_shows_however_the_text_arrives(size: int) -> None:
+    text, stops = "ab abc abcd!", ("abcd", "zz")
+    tokens = [ord(letter) for letter in text]
+    choice = ChoiceText(lambda ids: "".join(map(chr, ids)), stops)
+    shown = ""
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        shown += choice.add(part, "length" if start + len(part) >= len(tokens) else None)
+        assert "abcd" not in shown
+        if choice.finish:
+            break
+    assert (shown, choice.finish) == ("ab abc ", "stop")
+
+
+def test_text_that_only_begins_a_stop_string_is_shown_at_the_end() -> None:
+    choice = ChoiceText(lambda ids: "".join(map(chr, ids)), ("abcd",))
+    assert choice.add([ord("x"), ord("a")], None) == "x"
+    assert choice.add([ord("b")], "length") == "ab"
+    assert choice.finish == "length"
+
+
+@pytest.mark.long
+def test_the_job_serves_and_ends_on_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "serving.api", "port=0", "target.max_length=128"]
+    process = subprocess.Popen(
+        [*command, f"output_dir={tmp_path}"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        while (found := re.search(r"http://\S+/v1", process.stdout.readline())) is None:
+            assert process.poll() is None, "the server ended before it listened"
+        models = httpx2.get(f"{found[0]}/models", timeout=30).json()["data"]
+        body = {"model": models[0]["id"], "prompt": "def f(", "max_tokens": 5}
+        assert httpx2.post(f"{found[0]}/completions", json=body, timeout=60).status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+        assert "stopped" in process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
