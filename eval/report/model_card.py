@@ -14,7 +14,7 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from eval.report import evaluation_plots, plots
 from eval.report.evaluation_tables import by_condition, result_cells
-from eval.report.text import count_label, prompts_label
+from eval.report.text import count_label, prompts_label, warnings
 from eval.statistics.comparison.evaluations import Evaluation, labels_of, read_evaluation
 from eval.statistics.schema import Row, main_rows, read_rows
 
@@ -141,6 +141,7 @@ def _section(one: _Measured, figures: dict[str, plots.Plot]) -> str:
     columns = ("drafter", "setting", *_COLUMNS)
     cells = [result_cells(row) | {"setting": row.condition_label} for row in one.shown]
     lines = [
+        *(f"**{warning}**\n" for warning in warnings(one.shown)),
         f"Benchmark {first.benchmark}, {prompts_label(first)}, up to {first.max_new_tokens} new "
         f"tokens each, in {first.dtype} on {first.hardware} with "
         f"{count_label(first.threads, 'thread')}. The speedup is over autoregressive decoding in "

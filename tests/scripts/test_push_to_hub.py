@@ -187,6 +187,13 @@ def test_measured_figures_and_plots_are_on_the_card(folder: Path, tmp_path: Path
     made = ModelCard(text)
     found = {(one.metric_type, one.dataset_name) for one in made.data.eval_results or []}
     assert {kind for kind, _ in found} == {"speedup", "acceptance_rate", "block_efficiency"}
+    assert "Other processes used this machine" not in text, "control: an idle machine"
+    rows = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+    busy = [json.dumps(row | {"cpu_share": 0.2}) + "\n" for row in rows]
+    (path / "results.jsonl").write_text("".join(busy))
+    run(options(folder, runs=[str(path)], out=str(tmp_path / "busy")))
+    warned = (tmp_path / "busy" / "README.md").read_text()
+    assert "**Other processes used this machine: decoding had its processors" in warned
     other = simulated_runs.write(tmp_path / "other", SHALLOW)
     with pytest.raises(UserError, match="did not measure the weights in .*; it measured"):
         run(options(folder, runs=[str(other)]))
