@@ -49,6 +49,8 @@ class Options(common.BenchOptions):
     target: str = "embedded:target"  # model folder
     dtype: str = "float32"  # of target and drafters while decoding
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
+    # ShareGPT files that are never trained on, for the choice of layers and the held-out losses
+    held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])
     held_out_prompts: str = "embedded:held_out_chats"  # held-out prompts of the trainings
     prompts: str = "embedded:prompts"  # prompts that are decoded after the trainings
     depths: list[int] = field(default_factory=lambda: [1, 2, 4])  # layers of the pruned models
@@ -106,6 +108,7 @@ def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
         f"target.device={chosen.device}",
         f"threads={chosen.threads}",
         f"data.chats=[{','.join(chosen.chats)}]",
+        f"data.held_out_chats=[{','.join(chosen.held_out_chats)}]",
         "data.texts=[]",
         "data.held_out_texts=[]",
         f"data.max_length={chosen.max_length}",
@@ -128,7 +131,7 @@ def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
         options = [f"head={one.kind}", f"loop.optimizer.lr={chosen.head_lr}"]
         if one.draft_vocab_size:
             options.append(f"head.draft_vocab_size={drafted}")
-        run_job("heads.train", folder, [*options, *shared, "data.held_out_chats=[]", *loop])
+        run_job("heads.train", folder, [*options, *shared, *loop])
         return folder / "drafter"
     shape = vars(shape_of_width(one.layers, one.hidden_size, target))
     sizes = [f"student.{name}={shape[name]}" for name in SIZES]
