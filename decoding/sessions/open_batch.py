@@ -23,6 +23,7 @@ from decoding.sampling.row_warpers import join_warpers
 from decoding.sampling.rule_names import split_rule
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
+from decoding.sessions.draft_lengths import Range, check_ranges, length_at
 from decoding.verification.rules import RULES
 
 
@@ -55,10 +56,13 @@ class OpenBatch(Batch):
         settings: Settings,
         most_rows: int,
         on_tokens: OnTokens | None = None,
+        lengths: Sequence[Range] = (),
     ) -> None:
         """Claim the models. settings: what all rows share, and the defaults of their own settings.
 
-        Raises UserError for settings that do not fit the models, and for an overlapped schedule.
+        lengths: draft lengths by the number of running rows (draft_lengths.py); without any it is
+        always num_draft_tokens. Raises UserError for settings that do not fit the models, for an
+        overlapped schedule, and for lengths by rows under a rule whose texts depend on drafts.
         """
         check(target, drafter, settings)
         check_costs(drafter, settings)
@@ -68,8 +72,10 @@ class OpenBatch(Batch):
                 f"that rows join needs 'serial'. Set schedule=serial."
             )
         super().__init__(target, drafter, [], settings, on_tokens)
-        self.settings, self.most_rows = settings, most_rows
+        self.settings, self.most_rows, self.lengths = settings, most_rows, lengths
         self._mixes = split_rule(settings.verify)[0] == "coupled"
+        check_ranges(lengths, settings.num_draft_tokens, settings.verify)
+        self._capacity = target.max_length + self.width() + 1
         self._next_index = 0
         with self.claim:
             self.claim.take()
@@ -79,7 +85,7 @@ class OpenBatch(Batch):
 
     def capacity(self) -> int:
         """Return the cache slots of a row, the same for all that may join."""
-        return self.target.max_length + self.width() + 1
+        return self._capacity
 
     def takes(self, requests: Sequence[Request]) -> bool:
         """Return whether these requests may join now, together."""
@@ -122,6 +128,11 @@ class OpenBatch(Batch):
             with self.claim:
                 self.check_claim()
                 self._select(keep)
+
+    def _round(self) -> None:
+        if self.drafter is not None:
+            self.gamma = length_at(self.lengths, len(self.rows), self.settings.num_draft_tokens)
+        super()._round()
 
     def _new_row(self, request: Request) -> Row:
         models = self.target, self.drafter

@@ -31,6 +31,9 @@ class ApiConfig(JobConfig):
     template: str = "auto"
     # drafted tokens of a round along a chain
     num_draft_tokens: int = 4
+    # draft lengths by the number of running rows, such as [[1,2,4],[3,8,0]]: 4 tokens with 1 or 2
+    # rows, none with 3 to 8; []: always num_draft_tokens. scripts/bench/load.py measures them
+    num_draft_tokens_by_batch: list[Any] = field(default_factory=list)
     # number of beams of a recurrent head; the maximum if by_cost is set
     beam_width: int = 10
     # beams of a head when answers are sampled: sampled (without replacement) | top_k

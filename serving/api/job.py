@@ -9,6 +9,7 @@ from dataclasses import replace
 from decoding.engine import encode
 from decoding.errors import UserError, without_stop
 from decoding.sampling.rule_names import split_rule
+from decoding.sessions.draft_lengths import check_ranges
 from decoding.values import check_settings, check_value, whole_number
 from jobs.config import refuse_parallel
 from jobs.paths import resolve_model
@@ -51,6 +52,7 @@ def check(cfg: ApiConfig) -> None:
             f"verify is {cfg.verify}, expected one of {', '.join(EXACT_RULES)}: these keep the "
             f"target's distribution."
         )
+    check_ranges(cfg.num_draft_tokens_by_batch, cfg.num_draft_tokens, cfg.verify)
     if cfg.keep_pools and split_rule(cfg.verify)[0] != "coupled":
         raise UserError(
             f"keep_pools=true needs verify=coupled, found {cfg.verify}: a text would depend on "

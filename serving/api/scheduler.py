@@ -17,6 +17,7 @@ from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.rounds.batch import Row
 from decoding.rounds.settings import Settings
+from decoding.sessions.draft_lengths import Range
 from decoding.sessions.open_batch import OpenBatch, Request
 from serving.api.errors import QueueFullError, RequestError, StoppedError
 from serving.api.metrics import Metrics
@@ -61,14 +62,23 @@ class Scheduler:
     """The owner of the batch, and its thread: `start` it once, and end it by `stop`."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, max_rows: int, max_waiting: int, metrics: Metrics
+        self,
+        engine: Engine,
+        settings: Settings,
+        max_rows: int,
+        max_waiting: int,
+        metrics: Metrics,
+        lengths: Sequence[Range] = (),
     ) -> None:
-        """Allocate the cache of all rows. Raises UserError for settings that do not fit."""
+        """Allocate the cache of all rows. Raises UserError for settings that do not fit.
+
+        lengths: draft lengths by the number of running rows.
+        """
         self.engine, self.max_rows, self.max_waiting = engine, max_rows, max_waiting
         self.metrics = metrics
         self._new: dict[int, list[int]] = {}  # index of a row -> its new tokens
         self._batch = OpenBatch(
-            engine.target, engine.drafter, settings, max_rows, self._new.__setitem__
+            engine.target, engine.drafter, settings, max_rows, self._new.__setitem__, lengths
         )
         self._batch.on_end = lambda _, row: self._finish(row)
         self._waiting: deque[Job] = deque()

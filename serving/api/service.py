@@ -45,7 +45,14 @@ def make_service(loaded: ChatModels, cfg: ApiConfig, keys: Keys) -> Service:
     Raises UserError if the settings do not fit the drafter.
     """
     metrics, limits = Metrics(), _limits(loaded, cfg)
-    scheduler = Scheduler(loaded.engine, loaded.settings, cfg.max_rows, cfg.max_waiting, metrics)
+    scheduler = Scheduler(
+        loaded.engine,
+        loaded.settings,
+        cfg.max_rows,
+        cfg.max_waiting,
+        metrics,
+        cfg.num_draft_tokens_by_batch,
+    )
     api = Api(
         loaded.engine,
         scheduler,

@@ -58,13 +58,18 @@ def requests_of(settings: Settings, count: int = 9, **changes: object) -> list[R
 
 
 def run_staggered(
-    target: Target, drafter: Drafter | None, requests: Sequence[Request], leaves: int = -1
+    target: Target,
+    drafter: Drafter | None,
+    requests: Sequence[Request],
+    leaves: int = -1,
+    lengths: Sequence[Sequence[int]] = (),
 ) -> list[Generation]:
     """Decode requests in a batch that they join one or two at a time, as soon as there is room.
 
-    leaves: index of a request that leaves after its first round.
+    leaves: index of a request that leaves after its first round. lengths: of drafts, by rows.
     """
-    batch = OpenBatch(target, drafter, replace(requests[0].settings, seed=0), MOST)
+    settings = replace(requests[0].settings, seed=0)
+    batch = OpenBatch(target, drafter, settings, MOST, lengths=lengths)
     waiting, rows, rounds, together = list(requests), [], 0, 0
     while waiting or batch.rows:
         joining = waiting[: 1 + rounds % 2]
@@ -134,6 +139,34 @@ def test_rows_of_different_sampling_settings_share_a_batch(row: DrafterRow) -> N
     together = run_staggered(target, drafter, requests)
     for request, joined in zip(requests, together, strict=True):
         assert joined.tokens == alone(target, None, request).tokens
+
+
+@pytest.mark.parametrize(
+    "row", tiered(JOINING, lambda row: row.name in ("chain", "recurrent", "block_tree")), ids=name
+)
+def test_draft_lengths_by_the_number_of_rows_leave_the_texts(row: DrafterRow) -> None:
+    settings = with_rule("coupled", num_draft_tokens=row.gamma or 3, stopping="fixed")
+    target, twin, draft_model = models()
+    requests = requests_of(settings)
+    drafter = row.make(Kit(target, twin, draft_model, []))
+    lengths = [[1, 1, row.gamma or 3], [2, 2, 1], [3, MOST, 0]]
+    together = run_staggered(target, drafter, requests, lengths=lengths)
+    for request, joined in zip(requests, together, strict=True):
+        assert joined.tokens == alone(target, None, request).tokens
+
+
+def test_a_batch_drafts_as_its_table_of_lengths_has_it() -> None:
+    target, _, draft_model = models()
+    settings = with_rule("coupled", num_draft_tokens=3, stopping="fixed", max_new_tokens=40)
+    lengths = [[1, 1, 3], [2, 2, 1], [3, 3, 0]]
+    batch = OpenBatch(target, ChainDrafter(model=draft_model), settings, MOST, lengths=lengths)
+    drafted = []
+    for number in range(MOST):
+        (row,) = batch.join([Request([5, 6, 7 + number], settings)])
+        with torch.inference_mode():
+            batch.round()
+        drafted.append(row.generation.drafted)
+    assert drafted == [3, 1, 0, 0]
 
 
 def test_rules_that_test_q_keep_different_sampling_settings_apart() -> None:

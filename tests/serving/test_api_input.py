@@ -231,6 +231,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"port": 70000}, "port is 70000"),
     ({"verify": "typical"}, "verify is typical"),
     ({"verify": "token", "keep_pools": True}, "keep_pools=true needs verify=coupled"),
+    ({"num_draft_tokens_by_batch": [[2, 8, 1]]}, r"expected \[1, last, tokens\]"),
+    (
+        {"num_draft_tokens_by_batch": [[1, 8, 1]], "verify": "token"},
+        "num_draft_tokens_by_batch needs verify=coupled",
+    ),
     ({"drafter": {"use": "none"}, "num_draft_tokens": -1}, "num_draft_tokens is -1"),
 ]
 
