@@ -328,6 +328,11 @@ def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_pa
         )
     elif script.endswith(("replay.py", "server.py")):
         options += f"target={tiny_target} max_prompts=1 max_new_tokens=8"
+    elif script.endswith("load.py"):
+        options += (
+            f"target={tiny_target} max_new_tokens=8 num_draft_tokens=1 batches=[1,2] "
+            f"rates=[20] requests=3"
+        )
     else:
         options += f"target={tiny_target} steps=1"
     done = subprocess.run(
