@@ -336,6 +336,10 @@ class NativeTarget(CachedTarget):
         """Return the logits (..., V) of hidden states after the final norm."""
         return self.weights.head(hidden) if self._fused is None else self._fused.lm_head(hidden)
 
+    def twin(self) -> "NativeTarget":
+        """Return a target with the same weights, in the same memory, and a cache of its own."""
+        return NativeTarget(self.weights, self.name, self.max_length, execution=self.execution)
+
     def partial(self, skips: Skips) -> "NativeTarget":
         """Return a view without the sub-layers in `skips`, which shares weights and cache.
 
