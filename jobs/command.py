@@ -20,6 +20,7 @@ JOBS = {
     "recurrent_drafting.generate": "Chat with a target and its drafter, or answer prompts",
     "recurrent_drafting.cmd.generate": "The same, with the flags of the published tool",
     "serving.api": "Serve a target with a drafter to OpenAI clients, on one machine",
+    "serving.web": "Show decoding with and without a drafter side by side in a browser",
     "eval.run": "Measure drafters against autoregressive decoding and write a report",
     "eval.compare": "Compare measured drafters in one report",
     "eval.plan": "Plan which drafter to train, before any training",

@@ -29,6 +29,7 @@ SCHEMAS = {
     "recurrent_drafting.generate": "serving.config.GenerateConfig",
     "recurrent_drafting.train": "recurrent_drafting.config.HeadTrainConfig",
     "serving.api": "serving.api.config.ApiConfig",
+    "serving.web": "serving.web.config.WebConfig",
 }
 
 

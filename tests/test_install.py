@@ -42,6 +42,7 @@ DRY_RUNS = {
     "recurrent_drafting.generate": "",
     "recurrent_drafting.train": "",
     "serving.api": "",
+    "serving.web": "",
 }
 
 OFTEN = ("distill.train", "eval.run", "recurrent_drafting.train")  # dry runs of the tier --all

@@ -33,6 +33,7 @@ import heads.train
 import recurrent_drafting.generate
 import recurrent_drafting.train
 import serving.api.job
+import serving.web.job
 from decoding.errors import UserError
 from heads.train import find_kind_name
 from heads.train import schema_of as head_schema
@@ -73,6 +74,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
     "recurrent_drafting.train": recurrent_drafting.train.run,
     "serving.api": serving.api.job.run,
+    "serving.web": serving.web.job.run,
 }
 TOY_LOOP = (
     "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
@@ -110,6 +112,7 @@ TOY = {
     "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.costs=none held_out.max_prompts=2 "
     f"held_out.max_new_tokens=4",
     "serving.api": "dry_run=true",
+    "serving.web": "dry_run=true",
 }
 
 

@@ -35,6 +35,7 @@ from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
 from serving.api.config import ApiConfig
 from serving.config import GenerateConfig
+from serving.web.config import WebConfig
 
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
@@ -50,6 +51,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "recurrent_drafting.generate": GenerateConfig,
     "recurrent_drafting.train": HeadTrainConfig,
     "serving.api": ApiConfig,
+    "serving.web": WebConfig,
 }
 
 

@@ -1,0 +1,134 @@
+"""The page in Gradio: its controls, and what they call."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from fastapi import FastAPI
+
+from decoding.errors import UserError
+from serving.web.config import WebConfig
+from serving.web.demo import HOTTEST, Ask, Demo
+from serving.web.limits import Limits
+from serving.web.models import SCHEDULES
+from serving.web.page import IDLE, WAITING, empty_html, race_html
+from serving.web.visits import Visits
+
+STYLE = Path(__file__).with_name("page.css").read_text()
+PROMPT = "Type a prompt"
+DEFAULT_TOKENS = 128
+
+
+def make_app(demo: Demo, cfg: WebConfig) -> FastAPI:
+    """Return the web application of a page. Nothing on it comes from another server."""
+    page = make_page(demo, cfg, Visits())
+    page.queue(max_size=cfg.max_waiting, default_concurrency_limit=1, api_open=False)
+    app = FastAPI(openapi_url=None)
+    app.add_middleware(Limits)
+    return gr.mount_gradio_app(
+        app,
+        page,
+        path="/",
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        theme=gr.themes.Default(primary_hue="teal"),
+        css=STYLE,
+    )
+
+
+def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
+    """Return the page: a prompt, the choices, both panes."""
+    choices = demo.models.choices
+    first = next(iter(choices))
+    longest = cfg.max_new_tokens
+
+    def begin(request: gr.Request, *chosen: Any) -> None:
+        try:
+            demo.check(ask_of(*chosen))  # now, not after the visitors before
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+        visits.begin(str(request.session_hash))
+
+    def run(request: gr.Request, *chosen: Any) -> Iterator[str]:
+        session = str(request.session_hash)
+        stop = visits.current(session)
+        yield empty_html(WAITING)
+        try:
+            for state in demo.answer(ask_of(*chosen), stop):
+                yield race_html(state)
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+        finally:
+            stop.set()
+            visits.end(session, stop)
+
+    def stop(request: gr.Request) -> None:
+        visits.stop(str(request.session_hash))
+
+    def leave(request: gr.Request) -> None:
+        visits.leave(str(request.session_hash))
+
+    with gr.Blocks(title="Shallow Draft", analytics_enabled=False, fill_width=True) as page:
+        gr.Markdown(f"## Shallow Draft\n{demo.models.about}")
+        prompt = gr.Textbox(
+            label="Prompt",
+            placeholder=PROMPT,
+            lines=2,
+            max_lines=8,
+            max_length=cfg.max_prompt_characters,
+            autofocus=True,
+        )
+        with gr.Row():
+            drafter = gr.Dropdown(list(choices), value=first, label="Drafter", min_width=180)
+            schedule = gr.Dropdown(
+                _offered(demo, first), value=_offered(demo, first)[0][1], label="Schedule",
+                min_width=180,
+            )  # fmt: skip
+            temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", min_width=180)
+            tokens = gr.Slider(
+                1, longest, min(DEFAULT_TOKENS, longest), step=1, label="Tokens", min_width=180
+            )
+            seed = gr.Number(cfg.seed, label="Seed", precision=0, minimum=0, min_width=100)
+        with gr.Row():
+            run_button = gr.Button("Run", variant="primary")
+            stop_button = gr.Button("Stop", variant="stop")
+        panes = gr.HTML(empty_html(IDLE))
+
+        chosen = [prompt, drafter, schedule, temperature, tokens, seed]
+        apart: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
+        apart |= {"api_visibility": "private"}
+        drafter.change(
+            lambda name: gr.Dropdown(_offered(demo, name), value=_offered(demo, name)[0][1]),
+            drafter,
+            schedule,
+            **apart,
+        )
+        # in the queue, whose errors are shown, but without waiting for the runs in it
+        at_once: dict[str, Any] = {**apart, "queue": True, "concurrency_limit": None}
+        begun = gr.on([run_button.click, prompt.submit], begin, chosen, None, **at_once)
+        begun.success(run, chosen, panes, concurrency_limit=1, api_visibility="private")
+        stop_button.click(stop, None, None, **apart)
+        page.unload(leave)
+    return page
+
+
+def _offered(demo: Demo, drafter: str) -> list[tuple[str, str]]:
+    """Return the words and the name of every schedule that fits a drafter."""
+    fitting = demo.models.choices[drafter].schedules
+    return [(SCHEDULES[name], name) for name in fitting]
+
+
+def ask_of(
+    prompt: str, drafter: str, schedule: str, temperature: float, tokens: float, seed: float
+) -> Ask:
+    """Return the choices that Gradio sent, with whole floats as ints; others fail the checks."""
+    counts = [
+        int(value) if isinstance(value, float) and value.is_integer() else value
+        for value in (tokens, seed)
+    ]
+    return Ask(prompt, drafter, schedule, temperature, *counts)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""The job: load the models, listen, and show the page until a signal ends it."""
+
+import importlib.util
+import os
+import socket
+
+from decoding.errors import UserError
+from decoding.values import check_choice, check_settings, check_value, whole_number
+from jobs.config import refuse_parallel
+from serving.listening import address_of, is_open_to_others, listen
+from serving.web.config import WebConfig
+from serving.web.demo import Demo
+from serving.web.models import check_folders, load
+
+NEEDS = ("gradio",)
+RULES = ("coupled", "token")
+LEAST = {"num_draft_tokens": 0, "max_new_tokens": 1, "max_prompt_characters": 1, "max_waiting": 1}
+GRACE_SECONDS = 2  # that open connections get when the page is stopped
+
+
+def check(cfg: WebConfig) -> None:
+    """Raise UserError for invalid settings, and without the page's packages."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing and not cfg.dry_run:
+        raise UserError(
+            f"serving.web needs {', '.join(missing)}. Run pip install 'shallow-draft[web]'"
+        )
+    for name, least in LEAST.items():
+        check_value(name, vars(cfg)[name], whole_number(least))
+    check_value("port", cfg.port, whole_number(0, 65535))
+    check_settings(cfg, ("seed",))
+    check_choice("verify", cfg.verify, RULES)
+    refuse_parallel(cfg.target)
+
+
+def run(cfg: WebConfig) -> None:
+    """Show the page until SIGINT or SIGTERM; with dry_run only print what would be shown.
+
+    Raises UserError for settings and models that do not fit, and for an address that is in use.
+    """
+    check(cfg)
+    if cfg.dry_run:
+        folder, names = check_folders(cfg)
+        print(
+            f"would show {folder} with the drafters {', '.join(names)} on {cfg.host}:{cfg.port}, "
+            f"one visitor at a time, {cfg.max_waiting} in the queue"
+        )
+        return
+    listener = listen(cfg.host, cfg.port)  # first, as the models may take long to load
+    with listener:
+        demo = Demo(load(cfg), cfg)
+        try:
+            serve(demo, cfg, listener)
+        except KeyboardInterrupt:
+            print("stopped")
+        finally:
+            demo.close()
+
+
+def serve(demo: Demo, cfg: WebConfig, listener: socket.socket) -> None:
+    """Serve the page on a socket until a signal arrives."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+    import uvicorn  # comes with gradio, which is an extra
+
+    from serving.web.app import make_app
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(demo, cfg),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+    print(f"{demo.models.about}\nopen http://{address_of(listener)} in a browser", flush=True)
+    if is_open_to_others(listener):
+        print("note: anybody who reaches this address may use it", flush=True)
+    server.run(sockets=[listener])
