@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Style, types and tests, in tiers. Makes .venv and installs the dev, train and slurm extras when needed.
+# Style, types and tests, in tiers. Makes .venv and installs the dev, train and slurm extras when needed,
+# with --all and --exhaustive also web and browser. The tests of the web page in a browser are skipped
+# without Chromium.
 #   (none)        the short suite: before every commit
 #   --all         the long tests too, and law 3 with 20,000 draws for each drafter and rule, not 5,000
 #   --exhaustive  before a release: law 3 with a million draws per case, and a hundred kills; hours
@@ -10,7 +12,10 @@ source "$(dirname "$0")/environment.sh"
 show_usage "$@"
 cd "$ROOT"
 extras="dev,train,slurm"
-[ "${1:-}" != --engines ] || extras="$extras,llamacpp"
+case "${1:-}" in
+  --all|--exhaustive) extras="$extras,web,browser" ;;
+  --engines) extras="$extras,llamacpp" ;;
+esac
 ensure_environment "$extras"
 
 markers="not long and not exhaustive and not engines"

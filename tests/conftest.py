@@ -73,6 +73,25 @@ def submitit() -> None:
 
 
 @pytest.fixture(scope="session")
+def gradio() -> None:
+    """Require Gradio."""
+    if importlib.util.find_spec("gradio") is None:
+        _lacking("needs Gradio: pip install shallow-draft[web]")
+
+
+@pytest.fixture(scope="session")
+def chromium(gradio: None) -> Path:
+    """Return Chromium's path. Without it the test is skipped, in CI too: pip has no browser."""
+    if importlib.util.find_spec("playwright") is None:
+        _lacking("needs Playwright: pip install shallow-draft[browser]")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("needs Chromium, such as Debian's package chromium")
+    return Path(found)
+
+
+@pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """Return the interpreter of the environment that has vLLM."""
     from tests.support.vllm_server import PYTHON

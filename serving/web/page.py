@@ -117,5 +117,6 @@ def _pane(title: str, kind: str, pane: PaneState) -> str:
     return (
         f'<section class="sd-pane" data-pane="{kind}" data-done="{str(pane.done).lower()}">'
         f'<header><h3>{title}</h3><b data-figure="{kind} rate">{rate}</b></header>'
-        f'<div class="sd-text" tabindex="0">{words}</div><footer>{counts}</footer></section>'
+        f'<div class="sd-text" tabindex="0"><div>{words}</div></div>'
+        f"<footer>{counts}</footer></section>"
     )

@@ -1,0 +1,183 @@
+"""The web page in headless Chromium: what a visitor types, sees and stops.
+
+Screenshots are left in build/web/.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.web_page import DESKTOP, PHONE, ROOT, Server, Visitor, chromium_browser, serve
+
+pytestmark = pytest.mark.long
+
+PICTURES = ROOT / "build" / "web"
+PROMPT = "def __eq__(self, other):"  # its text has 26 tokens
+ENDLESS = "def __init__(self, name, value=None):"  # its text ends at the limit
+LONG, MOST = 150, 400  # tokens
+
+
+@pytest.fixture(scope="module")
+def server(gradio: None, embedded_target: Path) -> Iterator[Server]:
+    """Show the embedded target with two drafters: prompt lookup, and the target itself."""
+    itself = f"{{use: {embedded_target}, name: itself, stopping: fixed}}"
+    arguments = (f"drafters=[prompt_lookup,{itself}]", f"max_new_tokens={MOST}", "max_waiting=2")
+    with serve(f"target.path={embedded_target}", *arguments) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: Path) -> Iterator[Any]:
+    with chromium_browser(chromium) as found:
+        yield found
+
+
+@pytest.fixture
+def visitor(browser: Any, server: Server) -> Iterator[Visitor]:
+    """Open the page; at its end, check for script errors and requests to other servers."""
+    found = Visitor.arrive(browser, server.url)
+    yield found
+    found.leave()
+    assert not found.errors and not found.elsewhere
+
+
+def finished(visitor: Visitor, prompt: str = PROMPT) -> tuple[str, str]:
+    """Run a prompt to its end and return both texts."""
+    visitor.type(prompt)
+    visitor.run()
+    visitor.wait_for("waiting", "running")
+    visitor.wait_for("finished")
+    return visitor.text("plain"), visitor.text("drafted")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_prompt_streams_into_two_equal_panes(size: dict[str, int], browser: Any, server: Server):
+    visitor = Visitor.arrive(browser, server.url, size)
+    visitor.type(ENDLESS)
+    visitor.set_number("Tokens", LONG)
+    visitor.run()
+    early = visitor.wait_for_text()
+    assert visitor.wait_for("running") and visitor.verdict().startswith("Equal so far")
+    visitor.wait_for("finished")
+    plain, drafted = visitor.text("plain"), visitor.text("drafted")
+    assert plain == drafted and plain.startswith(early) and len(early) < len(plain)
+    assert visitor.verdict().startswith("Both texts are equal")
+    assert visitor.page.locator('[data-pane="drafted"] .sd-accepted').count() > 3
+    assert visitor.page.locator('[data-pane="plain"] .sd-accepted').count() == 0
+    assert float(visitor.figure("block efficiency")) > 1
+    assert visitor.figure("speedup").endswith("×") and visitor.figure("acceptance").endswith("%")
+    assert visitor.figure("plain rate").endswith("tokens/s")
+    assert visitor.page.locator(".sd-depth").count() > 0
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    picture = PICTURES / f"{size['width']}.png"
+    visitor.page.screenshot(path=picture, full_page=True)
+    assert picture.stat().st_size > 10_000
+    wide = visitor.page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= size["width"], "the page scrolls to the side"
+    panes = [visitor.page.locator(f'[data-pane="{one}"]') for one in ("plain", "drafted")]
+    (left, right) = (pane.bounding_box() for pane in panes)
+    assert (right["x"] > left["x"] + 100) == (size is DESKTOP), "panes are stacked on a phone"
+    visitor.leave()
+    assert not visitor.errors and not visitor.elsewhere
+
+
+def test_the_drafter_and_its_schedule_take_effect(visitor: Visitor):
+    text, _ = finished(visitor)
+    few = float(visitor.figure("block efficiency"))
+    visitor.choose("Drafter", "itself")
+    assert finished(visitor) == (text, text)
+    assert float(visitor.figure("block efficiency")) > max(few, 3.0)
+    visitor.choose("Schedule", "PEARL, virtual clock")
+    assert finished(visitor) == (text, text)
+    assert visitor.page.get_by_text("Virtual clock:").count() == 1
+    visitor.choose("Drafter", "prompt_lookup")
+    assert finished(visitor) == (text, text), "the schedule is serial again"
+    assert float(visitor.figure("block efficiency")) == few
+
+
+def test_the_temperature_and_the_seed_take_effect(visitor: Visitor):
+    greedy, _ = finished(visitor)
+    visitor.set_number("Temperature", 1)
+    first = finished(visitor)
+    visitor.set_number("Seed", 7)
+    second = finished(visitor)
+    assert first[0] == first[1] and second[0] == second[1], "coupled verification"
+    assert len({greedy, first[0], second[0]}) == 3
+
+
+def test_stop_ends_the_text_and_frees_the_slot(visitor: Visitor):
+    visitor.type(ENDLESS)
+    visitor.set_number("Tokens", MOST)
+    visitor.run()
+    visitor.wait_for("running")
+    visitor.stop()
+    visitor.wait_for("stopped")
+    assert visitor.verdict().startswith("Stopped.")
+    visitor.set_number("Tokens", 16)
+    assert finished(visitor)[0], "the next run is served"
+
+
+def test_a_browser_that_leaves_frees_the_slot(browser: Any, server: Server, visitor: Visitor):
+    leaving = Visitor.arrive(browser, server.url)
+    leaving.type(ENDLESS)
+    leaving.set_number("Tokens", MOST)
+    leaving.run()
+    leaving.wait_for("running")
+    leaving.leave()
+    visitor.set_number("Tokens", 16)
+    assert finished(visitor)[0]
+
+
+def test_visitors_queue(browser: Any, server: Server, visitor: Visitor):
+    other = Visitor.arrive(browser, server.url)
+    for one, prompt in ((visitor, ENDLESS), (other, PROMPT)):
+        one.type(prompt)
+        one.set_number("Tokens", MOST)
+    visitor.run()
+    visitor.wait_for_text()
+    other.run()
+    time.sleep(0.3)
+    assert visitor.wait_for("running") and not other.text("plain")
+    visitor.stop()
+    other.wait_for("finished")
+    assert visitor.wait_for("stopped")
+    assert other.text("plain") == other.text("drafted") != visitor.text("plain")
+    other.leave()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [("   ", "the prompt is empty"), ("word " * 2000, "the target's context holds")],
+)
+def test_bad_prompts_are_refused_and_the_page_goes_on(prompt: str, words: str, visitor: Visitor):
+    visitor.type(prompt)
+    visitor.run()
+    assert words in visitor.toast()
+    visitor.set_number("Tokens", 16)
+    assert finished(visitor)[0]
+
+
+def test_text_is_shown_and_not_run(visitor: Visitor):
+    visitor.page.evaluate("window.ran = 0")
+    finished(visitor, "<img src=x onerror='window.ran = 1'> ${window.ran = 1} {{1 + 1}}")
+    assert visitor.page.evaluate("window.ran") == 0
+    assert visitor.page.locator(".sd-text img").count() == 0
+
+
+def test_large_requests_and_files_are_refused(server: Server):
+    large = httpx2.post(f"{server.url}/gradio_api/queue/join", content=b"x" * (2 << 20))
+    assert large.status_code == 413 and "at most" in large.text
+    files = {"files": ("a.txt", b"text")}
+    assert httpx2.post(f"{server.url}/gradio_api/upload", files=files).status_code == 403
+    assert httpx2.get(server.url).status_code == 200
+
+
+def test_ctrl_c_ends_the_job(gradio: None, embedded_target: Path):
+    with serve(f"target.path={embedded_target}") as found:
+        assert httpx2.get(found.url).status_code == 200
+        status, rest = found.stop()
+    assert status == 0 and rest.strip().endswith("stopped") and "Traceback" not in rest
