@@ -70,8 +70,8 @@ def find_folder(name: str | Path, weights: bool = True) -> Path:
 def missing_model(name: str | Path) -> str:
     """Return the beginning of an error for a text that is neither a path nor a Hub name."""
     return (
-        f"{name} does not exist, expected a model folder (working folder: {Path.cwd()}) or a name "
-        f"on the Hugging Face Hub (OWNER/NAME or OWNER/NAME@REVISION)"
+        f"{name} does not exist, expected a model folder or a GGUF file (working folder: "
+        f"{Path.cwd()}), or a name on the Hugging Face Hub (OWNER/NAME or OWNER/NAME@REVISION)"
     )
 
 

@@ -168,8 +168,13 @@ def _bound(subject: Subject, findings: Sequence[Finding]) -> str:
         f"{tokens:.2f}; at 1 it would emit {gamma + 1}."
     ]
     new_text = next(one for one in findings if one.cause == "new_text")
-    if new_text.loss is not None:
-        most = max(new_text.loss.value, 0.0)
+    if new_text.loss is not None and new_text.loss.value < 0.005:
+        parts.append(
+            "It is no better on its training's chats than on new ones, so more chats add little: "
+            "train longer, or a larger drafter."
+        )
+    elif new_text.loss is not None:
+        most = new_text.loss.value
         parts.append(
             f"More training chats can add at most {most:.2f}, by which the drafter is better on "
             f"those that it was trained on. The rest needs longer training or a larger drafter."

@@ -145,7 +145,7 @@ def _open(path: Path) -> "GGUFReader":
     except ModuleNotFoundError as error:
         raise UserError(
             "GGUF files are read with the gguf package, which is not installed. Run pip install "
-            "'.[gguf]' in the project's folder, or pip install gguf."
+            "-e '.[gguf]' in the project's folder, or pip install gguf."
         ) from error
     if not exists(path) or not path.is_file():
         raise UserError(f"{path} is not a file, expected a GGUF file. Check the path.")

@@ -53,7 +53,7 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "float32") -> 
     except ModuleNotFoundError as error:
         raise UserError(
             "GGUF files are written with the gguf package, which is not installed. Run pip install "
-            "'.[gguf]' in the project's folder, or pip install gguf."
+            "-e '.[gguf]' in the project's folder, or pip install gguf."
         ) from error
     if path.exists():
         raise UserError(f"{path} exists already. Delete it to convert again.")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 
-INSTALL = "pip install '.[llamacpp]' in the project's folder, or pip install llama-cpp-python"
+INSTALL = "pip install -e '.[llamacpp]' in the project's folder, or pip install llama-cpp-python"
 _ERROR, _CONTINUED = 4, 5  # levels of the log: an error; the rest of the line before
 _SHOWN = 2  # lines of the log that an error quotes
 # functions that older versions lack

@@ -128,12 +128,13 @@ def check_on_policy(subject: Subject) -> Finding:
         np.bincount(found.text_N, minlength=size).astype(float),
     )
     agree = float((found.best_N == found.label_N).mean())
+    side = "less" if excess.value >= 0 else "more"
     words = (
-        f"its answers are {excess.value:.2f} nats a token less likely than the target's own "
+        f"its answers are {abs(excess.value):.2f} nats a token {side} likely than the target's own "
         f"({agree:.0%} of tokens its likeliest)"
     )
     if not is_sure(excess, LEAST_EXCESS):
-        return fine("off_policy", words, "0 or less: the target wrote them")
+        return fine("off_policy", words, "no less likely than its own")
     return Finding(
         "off_policy",
         FAULT,
