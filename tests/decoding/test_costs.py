@@ -67,7 +67,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     clock = SimulatedClock()
-    for module in ("costs.timing", "costs.measure", "rounds.batch", "session"):
+    for module in ("costs.timing", "costs.measure", "rounds.batch", "sessions.conversations"):
         monkeypatch.setattr(f"decoding.{module}.perf_counter", clock)
     target, _, draft_model = models()
     for model, ms in ((target, clock.TARGET_MS), (draft_model, clock.DRAFT_MS)):

@@ -249,5 +249,5 @@ def test_without_the_package_the_install_line_is_given(
 ):
     path = write(tmp_path / "m.gguf", tiny_llama())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[gguf\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[gguf\]'"):
         GgufFile(path)

@@ -269,5 +269,5 @@ def test_the_missing_package_is_named(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[gguf\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[gguf\]'"):
         write_gguf(folder, tmp_path / "m.gguf")

@@ -73,7 +73,7 @@ def test_without_the_library_the_line_that_installs_it_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UserError, match=r"not installed\. Run pip install '\.\[llamacpp\]'"):
+    with pytest.raises(UserError, match=r"not installed\. Run pip install -e '\.\[llamacpp\]'"):
         decoding.load(model)
 
 
