@@ -52,12 +52,12 @@ class Options(BenchOptions):
     requests: int = 32  # for each rate
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # rows of the table, from 1 on
     num_draft_tokens: int = 4  # longest draft
-    max_new_tokens: int = 64
-    temperature: float = 0.0
+    max_new_tokens: int = 64  # of an answer
+    temperature: float = 0.0  # 0: greedy
     least_gain: float = 1.02  # of a draft length over plain decoding; a smaller one counts as none
     urls: dict[str, str] = field(default_factory=dict)  # name -> address of another server
     seed: int = 1  # of arrivals and samples
-    dtype: str = "float32"
+    dtype: str = "float32"  # of both models
     max_length: int = 1024  # context of the target
     rounds: int = 3  # rounds of measurement for the table
     name: str = "load"  # name of the results file

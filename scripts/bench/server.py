@@ -40,11 +40,11 @@ class Options(BenchOptions):
     target: str = "embedded:target"  # model folder
     drafter: str = "prompt_lookup"  # name or folder
     prompts: str = "embedded:prompts"  # file of prompts
-    max_prompts: int = 4
-    max_new_tokens: int = 96
-    num_draft_tokens: int = 4
-    temperature: float = 0.0
-    dtype: str = "float32"
+    max_prompts: int = 4  # prompts of the file
+    max_new_tokens: int = 96  # of an answer
+    num_draft_tokens: int = 4  # longest draft
+    temperature: float = 0.0  # 0: greedy
+    dtype: str = "float32"  # of both models
     max_length: int = 1024  # context of the target
     rounds: int = 7  # rounds of measurement
     name: str = "server"  # name of the results file
