@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx2
 
-from decoding.engine import Engine, encode, load, with_costs
+from decoding.engine import Engine, encode, with_costs
 from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sessions.draft_lengths import KEY, ranges_of
 from jobs.paths import resolve_model
 from scripts.bench import common
-from scripts.bench.common import BenchOptions
+from scripts.bench.served_models import ServedOptions, load_engine
 
 PLAIN, DRAFTER, TABLE = "plain", "drafter", "by batch"
 VLLM_KEY = "num_speculative_tokens_per_batch_size"
@@ -44,21 +44,15 @@ PATIENCE_S = 600.0
 
 
 @dataclass
-class Options(BenchOptions):
-    target: str = "embedded:target"  # model folder
-    drafter: str = "prompt_lookup"  # name or folder
-    prompts: str = "embedded:prompts"  # file of prompts
+class Options(ServedOptions):
     rates: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0])  # requests a second
     requests: int = 32  # for each rate
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # rows of the table, from 1 on
     num_draft_tokens: int = 4  # longest draft
     max_new_tokens: int = 64  # of an answer
-    temperature: float = 0.0  # 0: greedy
     least_gain: float = 1.02  # of a draft length over plain decoding; a smaller one counts as none
     urls: dict[str, str] = field(default_factory=dict)  # name -> address of another server
     seed: int = 1  # of arrivals and samples
-    dtype: str = "float32"  # of both models
-    max_length: int = 1024  # context of the target
     rounds: int = 3  # rounds of measurement for the table
     name: str = "load"  # name of the results file
 
@@ -79,20 +73,6 @@ class Answered:
 
 
 # ------------------------------------------------------------------------------- draft lengths
-def load_engine(chosen: Options) -> Engine:
-    """Load the models."""
-    drafter = chosen.drafter
-    if Path(drafter).exists():
-        drafter = str(resolve_model(drafter))
-    return load(
-        resolve_model(chosen.target),
-        drafter,
-        dtype=chosen.dtype,
-        device=chosen.device,
-        max_length=chosen.max_length,
-    )
-
-
 def measure_lengths(
     engine: Engine, prompts: Sequence[list[int]], chosen: Options
 ) -> dict[int, dict[int, float]]:

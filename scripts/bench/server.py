@@ -20,12 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx2
 
-from decoding.engine import Engine, encode, load, text_of, with_costs
+from decoding.engine import Engine, encode, text_of, with_costs
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from jobs.paths import resolve_model
 from scripts.bench import common
-from scripts.bench.common import BenchOptions
+from scripts.bench.served_models import ServedOptions, load_engine
 from serving.api.config import ApiConfig
 from serving.api.job import listen
 from serving.api.keys import Keys
@@ -36,32 +35,12 @@ GOAL = 1.05
 
 
 @dataclass
-class Options(BenchOptions):
-    target: str = "embedded:target"  # model folder
-    drafter: str = "prompt_lookup"  # name or folder
-    prompts: str = "embedded:prompts"  # file of prompts
+class Options(ServedOptions):
     max_prompts: int = 4  # prompts of the file
     max_new_tokens: int = 96  # of an answer
     num_draft_tokens: int = 4  # longest draft
-    temperature: float = 0.0  # 0: greedy
-    dtype: str = "float32"  # of both models
-    max_length: int = 1024  # context of the target
     rounds: int = 7  # rounds of measurement
     name: str = "server"  # name of the results file
-
-
-def load_engine(chosen: Options) -> Engine:
-    """Load the models."""
-    drafter = chosen.drafter
-    if Path(drafter).exists():
-        drafter = str(resolve_model(drafter))
-    return load(
-        resolve_model(chosen.target),
-        drafter,
-        dtype=chosen.dtype,
-        device=chosen.device,
-        max_length=chosen.max_length,
-    )
 
 
 def settings_of(engine: Engine, chosen: Options) -> Settings:
