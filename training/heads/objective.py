@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding import devices
 from training.bounds import Place
 from training.data.packing import PackedBatch, Rows
 from training.draft_vocabulary import index_tokens
@@ -168,6 +167,8 @@ class HeadObjective(StaticObjective):
                 drafted.features_NE, drafted.outputs, acceptance_rows(loss), drafted.against
             )
         weights_N = self._weights(where, chances_N, widen(features_NE).dtype)
+        if where.scale_N is not None:
+            weights_N = weights_N * where.scale_N
         total, sums = self._sum(drafted, where, weights_N)
         if first is not None:
             more, of_first = self._sum(first, where, weights_N)
@@ -182,10 +183,12 @@ class HeadObjective(StaticObjective):
             assert final_SH is not None
             of_states_N = smooth_l1_rows(features_NE, final_SH[where.targets_N])
             total = total + loss.state_weight * (weights_N * of_states_N).sum()
-            of_heads_K = sums.new_zeros(heads).index_add(0, where.head_N, of_states_N.detach())
+            seen_N = of_states_N.detach()
+            if where.figure_scale_N is not None:
+                seen_N = seen_N * where.figure_scale_N
+            of_heads_K = sums.new_zeros(heads).index_add(0, where.head_N, seen_N)
             sums = torch.cat((sums, of_heads_K))
-        scales = [*where.scales_K] * (len(sums) // heads)
-        return total * where.scale, sums * devices.tensor(scales, sums.device, sums.dtype)
+        return total, sums
 
     def _predictions(
         self, features_NE: Tensor, where: Positions, against: Against
@@ -214,7 +217,14 @@ class HeadObjective(StaticObjective):
         tokens = listed_cross_entropy_rows if listed else cross_entropy_rows
         rows = reference_rows(self.loss, tokens)
         return chunked_by_head(
-            part.features_NE, part.outputs, rows, part.against, where.head_N, self.depths, weights_N
+            part.features_NE,
+            part.outputs,
+            rows,
+            part.against,
+            where.head_N,
+            self.depths,
+            weights_N,
+            figure_scale_N=where.figure_scale_N,
         )
 
     def _reference(self, final_SH: Tensor | None, where: Positions) -> Against:

@@ -51,10 +51,11 @@ class Positions:
     targets: np.ndarray  # targets_N on the host
     counts_K: list[int]  # predictions of each head
     kept_R: list[int]  # number of kept_P in each row
-    # predictions of all drafts over those here, by which sums of losses are scaled
-    scale: float = 1.0
-    # the same at each depth, by which figures of a depth are scaled
-    scales_K: Sequence[float] = ()
+    # number of predictions in the row, over those of its sampled drafts and depths: the factor of
+    # a prediction's loss. None: nothing is sampled
+    scale_N: Tensor | None = None
+    # the same at the prediction's depth and after masking: the factor of its figures
+    figure_scale_N: Tensor | None = None
     # tokens in a block's slots, MASKED in those that it predicts; None: all slots are masked
     filled_MK: Tensor | None = None
     # masked slots of each prediction's draft, if some are not (training/heads/masks.py)
@@ -103,20 +104,20 @@ def positions(
     rows, length = batch.host.documents_RT.shape
     predicts_KF = _predicts(batch, heads)
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
-    all_K = predicts_KF.sum(axis=1)
+    all_KR = _count_in_rows(predicts_KF, np.arange(rows * length) // length, rows)
     if drafts_per_row:
         drafts = _sample_drafts(drafts, length, drafts_per_row, step)
     predicts_KM = predicts_KF[:, drafts]
     if any(share < 1 for share in shares_K):
         predicts_KM = predicts_KM & _keeps_depths(drafts, length, step, shares_K)
-    unmasked = int(predicts_KM.sum())
+    unmasked_R = _count_in_rows(predicts_KM, drafts // length, rows).sum(axis=0)
     filled_MK, masked_M = drafts[:0], drafts[:0]
     if random_masks:
         masked_KM, masked_M = mask_slots(drafts, length, heads, step)
         predicts_KM = predicts_KM & masked_KM
         filled_MK = _filled(batch, drafts, masked_KM.T)
     head, draft = np.nonzero(predicts_KM)
-    kept_K = np.bincount(head, minlength=heads)
+    kept_KR = _count_in_rows(predicts_KM, drafts // length, rows)
     targets = drafts[draft] + 1 + head
     order = np.lexsort((head, draft)) if by_draft else np.argsort(targets, kind="stable")
     if grouped:
@@ -134,6 +135,15 @@ def positions(
     (kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N, masked, filled) = (
         devices.copy_arrays_to_device((*indices, masked_M, filled_MK), batch.device)
     )
+    scale_N = figure_scale_N = None
+    if (kept_KR < all_KR).any():
+        # each row by its own counts, so that no other row of the batch changes its weight; the
+        # weights of masked slots make up for those of the others
+        row = drafts[draft] // length
+        of_losses_R = all_KR.sum(axis=0) / np.maximum(unmasked_R, 1)
+        of_figures_KR = all_KR / np.maximum(kept_KR, 1)
+        found_2N = np.stack((of_losses_R[row], of_figures_KR[head, row]))
+        scale_N, figure_scale_N = devices.tensor(found_2N, batch.device, torch.float32)
     ids_F = batch.ids_RT.flatten()
     return Positions(
         kept_P,
@@ -147,11 +157,10 @@ def positions(
         batch.next_RT.flatten()[targets_N],
         seats_N,
         seats,
-        kept_K.tolist(),
+        kept_KR.sum(axis=1).tolist(),
         np.bincount(kept // length, minlength=rows).tolist(),
-        # the weights of masked slots make up for those of the others
-        int(all_K.sum()) / max(unmasked, 1),
-        (all_K / np.maximum(kept_K, 1)).tolist(),
+        scale_N,
+        figure_scale_N,
         torch.where(filled == MASKED, MASKED, ids_F[filled]) if random_masks else None,
         masked[draft_N] if random_masks else None,
     )
@@ -179,6 +188,11 @@ def _predicts(batch: PackedBatch, heads: int) -> np.ndarray:
         within = documents_RT[:, :-ahead] == documents_RT[:, ahead:]
         predicts_KRT[ahead - 1, :, :-ahead] = supervised_RT[:, ahead:] & within
     return predicts_KRT.reshape(heads, -1)
+
+
+def _count_in_rows(predicts_KM: np.ndarray, rows_M: np.ndarray, rows: int) -> np.ndarray:
+    """Return the number of each head's predictions in each row [K, R]; rows_M: those of drafts."""
+    return np.stack([np.bincount(rows_M[each_M], minlength=rows) for each_M in predicts_KM])
 
 
 def _spread(drafts: np.ndarray, length: int, step: int) -> np.ndarray:

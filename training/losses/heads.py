@@ -28,22 +28,27 @@ def chunked_by_head(
     heads: int,
     weights_N: Tensor,
     chunk: int | None = None,
+    figure_scale_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weight x loss over predictions, sums by head [2 K]).
 
     The first K sums add up the row loss's metric, the others the unweighted loss. against: returns
     the reference of rows [start, end) for `rows`. weights_N: see `decay_weights` and
-    `d_pace_weights`. Gradients reach features and output layers.
+    `d_pace_weights`. figure_scale_N: factor of each prediction in the sums by head; None: 1.
+    Gradients reach features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
     def with_heads(start: int, end: int) -> Any:
-        return against(start, end), head_N[start:end], weights_N[start:end]
+        scale_C1 = None if figure_scale_N is None else figure_scale_N[start:end, None]
+        return against(start, end), head_N[start:end], weights_N[start:end], scale_C1
 
     def weighted(logits_CV: Tensor, given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        of_chunk, head_C, weight_C = given
+        of_chunk, head_C, weight_C, scale_C1 = given
         loss_C, gradient_CV, metric_C1 = rows(logits_CV, of_chunk)
         of_head_CK = (head_C[:, None] == heads_K).to(loss_C.dtype)
+        if scale_C1 is not None:
+            of_head_CK = of_head_CK * scale_C1
         sums_CM = torch.cat((of_head_CK * metric_C1, of_head_CK * loss_C[:, None]), dim=1)
         return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
 
