@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.trees.sampled_children import are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
@@ -44,6 +45,7 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
 from recurrent_drafting.plans import Plan, best_width, list_widths, make_plan, width_rate
 from recurrent_drafting.recorded import RecordedBeams
+from training.heads import budget
 from training.heads.drafter import HeadDrafter, choose_name, load_to_draft
 
 
@@ -266,6 +268,29 @@ class RecurrentDrafter(HeadDrafter):
         super().select(rows)
         self._rows, self._known_B = len(rows), [self._known_B[row] for row in rows]
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`).
+
+        The map of the target's state is read once a draft, and that of the head's state from the
+        second step on. A step counts one beam.
+        """
+        config, first = self.head.config, min(steps, 1.0)
+        H, E = config.hidden_size, config.exit_dim
+
+        def product(inputs: int, outputs: int, times: float) -> ForwardBudget:
+            return budget.product(inputs, outputs, rows, self.dtype).times(times)
+
+        found = budget.table_rows(H, rows, self.dtype).times(steps)
+        if config.rnn:
+            found += product(H, H, steps) + product(H, H, steps - first)
+        if config.has_input_map:
+            found += product(H, E, first) + product(H, E, steps)
+            blocks = config.num_draft_layers - (not config.projects)
+            found += product(E, E, blocks * steps)
+        return found + product(E, config.num_drafted, steps)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run a step from `frontier` beams, sampled or top-k like the last draft.

@@ -8,9 +8,11 @@ Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head si
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from decoding.interfaces import Target
 from decoding.models.native.weights import NativeConfig
 
 
@@ -46,6 +48,21 @@ class ForwardBudget:
             self.cache_bytes + other.cache_bytes,
             self.operations + other.operations,
         )
+
+
+@runtime_checkable
+class BudgetedDrafter(Protocol):
+    """A drafter that knows the bytes and operations of its drafts, as trained heads do."""
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of the draft of a mean round.
+
+        target: the target that verifies, whose embedding, layers and lm_head the draft may read.
+        steps: mean draft steps of a round, below 1 if some rounds do not draft. gamma: maximum
+        draft length or depth. context: committed tokens of a row. rows: mean number of rows.
+        """
 
 
 def round_budget(

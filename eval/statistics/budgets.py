@@ -12,13 +12,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoding.costs.machine_limits import Limits, measure_limits
-from decoding.costs.roofline import ForwardBudget, forward_budget
+from decoding.costs.roofline import BudgetedDrafter, ForwardBudget, forward_budget
 from decoding.drafters.registry import head_of
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
@@ -45,6 +46,8 @@ NO_LIMITS = (
 
 # (tokens a row, committed tokens a row, rows) -> budget of a forward.
 Forward = Callable[[float, int, float], ForwardBudget]
+# (draft steps, draft length, committed tokens a row, rows) -> budget of a round's draft
+Draft = Callable[[float, int, int, float], ForwardBudget]
 NOTHING = ForwardBudget(0, 0, 0)
 
 
@@ -53,8 +56,8 @@ class Shapes:
     """Bytes and operations of the forwards of a run's models."""
 
     target: Forward | None = None  # None: its family is not known
-    # drafter -> the budget of a step of its model; None: its family is not known
-    drafts: Mapping[str, Forward | None] = field(default_factory=dict)
+    # drafter -> the budget of its drafts; None: the family of its model is not known
+    drafts: Mapping[str, Draft | None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32  # of the target
     device: str = "cpu"
     in_one_process: bool = True  # of the target
@@ -78,7 +81,7 @@ def shapes_of(
     dtype = DTYPES[target.dtype]
     config = _config(folder)
     drafts = {
-        name: _step(mappings[name], drafter, config, dtype) for name, drafter in drafters.items()
+        name: _draft(mappings[name], drafter, target, config) for name, drafter in drafters.items()
     }
     single = not isinstance(target, ParallelTarget)
     return Shapes(_forward(config, dtype), drafts, dtype, str(target.device), single)
@@ -104,25 +107,32 @@ def _forward(
     )
 
 
-def _step(
-    mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
-) -> Forward | None:
-    """Return the function that computes the budget of a draft step; None for an unknown family.
+def _draft(
+    mapping: Mapping[str, Any], drafter: Drafter, target: Target, shape: NativeConfig | None
+) -> Draft | None:
+    """Return the function that computes the budget of a draft; None for an unknown family.
 
-    A step runs a folder's model, a head, the target without some sub-layers, or no model.
+    A draft runs a head, a folder's model, the target without some sub-layers, or no model.
     """
+    if isinstance(drafter, BudgetedDrafter):
+        return partial(drafter.draft_budget, target)
+    dtype = DTYPES[target.dtype]
     if isinstance(drafter, SelfSpeculation):
-        return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
+        skipped = (len(drafter.skips.attention), len(drafter.skips.mlp))
+        return _steps(_forward(shape, dtype, skipped))
     if "folder" not in mapping:
         return None if drafter.num_parameters else lambda *_: NOTHING
+    if head_of(mapping["folder"]):
+        return None  # it runs in another process
     own = DTYPES[mapping["dtype"]] if "dtype" in mapping else dtype
-    if not head_of(mapping["folder"]):
-        return _forward(_config(mapping["folder"]), own)
-    # a head reads all its parameters and keeps no cache
-    parameters = drafter.num_parameters
-    return lambda tokens, _, rows: ForwardBudget(
-        parameters * own.itemsize, 0, round(2 * parameters * tokens * rows)
-    )
+    return _steps(_forward(_config(mapping["folder"]), own))
+
+
+def _steps(forward: Forward | None) -> Draft | None:
+    """Return the budget of drafts of which each step is a forward over one token a row."""
+    if forward is None:
+        return None
+    return lambda steps, gamma, context, rows: forward(1, context, rows).times(steps)
 
 
 def _limits_of(values: dict[str, Any]) -> Limits:
@@ -155,16 +165,16 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
 
 
 def row_budgets(
-    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, context: int
+    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, gamma: int, context: int
 ) -> dict[str, Any]:
     """Return a row's budgets of a mean round and of a baseline step, and the limits.
 
-    sample: the sum of the row's units.
+    sample: the sum of the row's units. gamma: their draft length. context: committed tokens.
     """
     limits = shapes.limits
     base_rows = sample.base_tokens / sample.base_batch_rounds  # mean of those that still run
     step = shapes.target(1, context, base_rows) if shapes.target else None
-    mean = round_budget(shapes, facts, sample, context)
+    mean = round_budget(shapes, facts, sample, gamma, context)
     # A virtual clock counts two lanes as simultaneous; no machine reached their joint rate.
     reached = None if facts.schedule in VIRTUAL else limits
     return {
@@ -176,7 +186,7 @@ def row_budgets(
 
 
 def round_budget(
-    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, context: int
+    shapes: Shapes, facts: DrafterFacts, sample: PairedSample, gamma: int, context: int
 ) -> ForwardBudget | None:
     """Return the budget of the mean round: draft steps, and the target's forward over the proposal.
 
@@ -187,11 +197,10 @@ def round_budget(
     draft = shapes.drafts.get(facts.name)
     if draft is None or shapes.target is None:
         return None
-    step = draft(1, context, rows)
     if facts.schedule == ALONE:
-        return step
+        return draft(1, gamma, context, rows)
     verified = shapes.target(1 + sample.verified / rounds, context, rows)
-    return verified + step.times(sample.draft_steps / rounds)
+    return verified + draft(sample.draft_steps / rounds, gamma, context, rows)
 
 
 def _reached(budget: ForwardBudget, milliseconds: float, limits: Limits | None) -> RoundBudget:

@@ -118,7 +118,7 @@ def build_row(
         helps=verdict.helps,
         verdict=verdict.text,
         categories=_categories(units, run),
-        **row_budgets(shapes, facts, sample, parts.context),
+        **row_budgets(shapes, facts, sample, first.num_draft_tokens, parts.context),
     )
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.trees.sampled_children import check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
@@ -32,6 +33,7 @@ from decoding.interfaces import (
 )
 from decoding.models.draft_vocabulary import spread
 from decoding.models.load import DTYPES
+from heads.block.budget import context_budget, correction_budget, pass_budget
 from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
@@ -316,6 +318,15 @@ class BlockDrafter:
         self._stored.select(rows)
         if self._plans is not None:
             self._plans.select(rows)
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`): of all its passes."""
+        depths = min(gamma, self.config.num_drafts)
+        passes = pass_budget(self.head, target, depths, context, rows).times(self._steps)
+        more = correction_budget(self.head, target, depths, rows, self._stops)
+        return (context_budget(self.head, rows) + passes + more).times(steps)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the passes of one block, with its correction, and choose the likeliest tokens."""

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
@@ -35,6 +36,7 @@ from decoding.sampling.token_chooser import likeliest_chooser
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
 from heads.eagle.model import EagleHead
+from training.heads import budget
 from training.heads.drafter import (
     accepted_states,
     check_draft,
@@ -170,6 +172,38 @@ class EagleDrafter(RankedTree):
         """Store the target's states at the tip and the accepted tokens of each row."""
         self.cache.add_states(*accepted_states(observation))
         super().observe(observation)
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`).
+
+        A step counts one element per row. EAGLE-1 joins states and embeddings in every step.
+        """
+        joined = steps if self.config.predicts_states else min(steps, 1)
+        step = self._elements_budget(target, 1, context, rows)
+        return (
+            step.times(steps)
+            + self._joining_budget(rows).times(joined)
+            + budget.embedding(target, rows).times(min(steps, 1))  # of the tip before
+        )
+
+    def _joining_budget(self, rows: float) -> ForwardBudget:
+        return budget.products([self.cache.head.fc.weight], rows)
+
+    def _elements_budget(
+        self, target: Target, count: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of `count` elements of each row in one step."""
+        head, config, tokens = self.cache.head, self.config, count * rows
+        found = budget.products(head.midlayer.parameters(), tokens)
+        sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        found += budget.attention(*sizes, context, count, rows, self.cache.dtype)
+        # one token a row, and the mask token
+        found += budget.embedding(target, rows + (count > 1))
+        if config.predicts_states:
+            return found + budget.lm_head(target, tokens)
+        return found + budget.products(head.lm_head.parameters(), tokens)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the nodes of one draft step without storing them."""

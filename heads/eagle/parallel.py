@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.parallel import choose_at_each_depth
-from decoding.interfaces import Chooser, Observation, Policies, Proposal, Tokens
+from decoding.interfaces import Chooser, Observation, Policies, Proposal, Target, Tokens
 from decoding.sampling.token_chooser import likeliest_chooser
 from heads.block.plans import ChainPlans
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleHead
+from training.heads import budget
 from training.heads.drafter import choose_name
 
 
@@ -116,6 +118,15 @@ class ParallelEagleDrafter(EagleDrafter):
         super().select(rows)
         if self._plans is not None:
             self._plans.select(rows)
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`): of one pass."""
+        count = self.width(gamma)
+        passed = self._elements_budget(target, count, context, rows)
+        passed += self._joining_budget(rows) + budget.embedding(target, rows)  # of the tip before
+        return passed.times(steps)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the longest pass without storing it."""

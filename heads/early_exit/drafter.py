@@ -8,14 +8,17 @@ Shapes: B rows, N tokens, C hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.costs.roofline import ForwardBudget, forward_budget
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Observation, RoundCosts, Target, Tokens
+from decoding.models.load import DTYPES
 from decoding.models.native.early_exit import EarlyExit
 from decoding.models.native.model import NativeTarget
 from heads.early_exit.checkpoint import differences, load_head
@@ -100,6 +103,17 @@ class EarlyExitDrafter(TargetViewDrafter):
         counts_B = [accepted + 1 for accepted in observation.outcome.accepted_B]
         self._follow()
         self._append(observation.hidden_BNC[:, : max(counts_B)], counts_B)
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`).
+
+        A step reads the target's first layers, which the head shares, once, and its own layer.
+        """
+        shape = replace(self.config, num_layers=self.num_layers)
+        dtype = DTYPES[target.dtype]
+        return forward_budget(shape, dtype, 1, context, rows).times(steps)
 
     def _append(self, states_BNC: Tensor, counts_B: Sequence[int]) -> None:
         """Read the states of the last counts_B[b] tokens that the target has committed."""

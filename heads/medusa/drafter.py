@@ -9,12 +9,14 @@ Shapes: B rows, H hidden size, K heads, N nodes, P parents of a depth, V vocabul
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.trees.sampled_children import are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
@@ -29,6 +31,7 @@ from decoding.models.draft_vocabulary import spread
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
+from training.heads import budget
 from training.heads.drafter import HeadDrafter, check_draft, choose_name, load_to_draft
 
 
@@ -192,6 +195,22 @@ class MedusaDrafter(HeadDrafter):
         K = drawn_BPK.shape[2]
         flat = [places[path[:-1]] * K + min(r, K - 1) for path, r in zip(nodes, ranks, strict=True)]
         return drawn_BPK.flatten(1)[:, devices.tensor(flat, self.device)]
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`).
+
+        Only the heads of the drafted depths run. A shared projection is read once.
+        """
+        heads, depth = self.heads, min(gamma, self.depth)
+        found = budget.products(heads.blocks[:depth].parameters(), rows)
+        for projection in heads.projections[:depth]:
+            found += budget.products(projection.parameters(), rows)
+        if self.config.shared:  # the further products read nothing
+            operations = budget.products(heads.projections.parameters(), (depth - 1) * rows)
+            found += replace(operations, weight_bytes=0)
+        return found.times(steps)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the heads that the tree needs, once."""

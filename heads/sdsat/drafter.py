@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
+from decoding.costs.roofline import ForwardBudget, forward_budget
 from decoding.drafters.parallel import choose_at_each_depth
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
@@ -37,12 +38,14 @@ from decoding.interfaces import (
     Target,
     Tokens,
 )
+from decoding.models.load import DTYPES
 from decoding.models.native.model import NativeTarget
 from decoding.values import is_int
 from decoding.verification.nodes import at_nodes
 from heads.sdsat.checkpoint import load_head
 from heads.sdsat.model import SdsatHead, sizes_of
 from heads.sdsat.view import SlotView
+from training.heads import budget
 from training.heads.drafter import choose_name, load_to_draft
 
 
@@ -214,6 +217,21 @@ class SdsatDrafter(TargetViewDrafter):
         tips_B1 = devices.tensor(list(tips_B), device)[:, None]
         slots_N = self.config.vocab_size + torch.arange(count - 1, device=device)
         return torch.cat((tips_B1, slots_N.expand(len(tips_B1), -1)), 1)
+
+    def draft_budget(
+        self, target: Target, steps: float, gamma: int, context: int, rows: float
+    ) -> ForwardBudget:
+        """Return the budget of a mean round's draft (see `BudgetedDrafter`): of its forward.
+
+        With `one_forward` only the low-rank change adds to the verifying forward.
+        """
+        assert isinstance(target, NativeTarget)
+        changes = self.head.layers.parameters()
+        if self.one_forward:
+            return budget.products(changes, (1 + self.width(gamma)) * rows)
+        count, dtype = self.width(gamma), DTYPES[target.dtype]
+        forward = forward_budget(target.config, dtype, count, context, rows)
+        return (forward + budget.products(changes, count * rows)).times(steps)
 
     def time_step(self, frontier: int = 1) -> None:
         """Run the forward of the longest draft, without committing it.

@@ -64,7 +64,7 @@ def facts(name, **changes):
 # ----------------------------------------------------------------------------- bytes and operations
 def test_a_round_needs_its_draft_steps_and_one_target_forward(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
-    found = row_budgets(shapes(home), facts("chain"), unit, 50)
+    found = row_budgets(shapes(home), facts("chain"), unit, 4, 50)
     target, drafter = native(home / "target"), native(home / "shallow")
     wide, step = (
         forward_budget(target, torch.float32, 4, 50),
@@ -76,7 +76,7 @@ def test_a_round_needs_its_draft_steps_and_one_target_forward(home):
     assert found["baseline_budget"] == RoundBudget(
         one.bytes_read / 1e6, one.operations / 1e6, None, None
     )
-    lookup = row_budgets(shapes(home), facts("lookup"), unit, 50)["budget"]
+    lookup = row_budgets(shapes(home), facts("lookup"), unit, 4, 50)["budget"]
     assert lookup.megabytes == pytest.approx(wide.bytes_read / 1e6), "a lookup reads nothing"
 
 
@@ -88,7 +88,7 @@ def test_finished_rows_read_no_cache(home):
     whole = dataclasses.replace(ONE_PASS, rounds=20)
     ragged = dataclasses.replace(ONE_PASS, rounds=15)
     of = [
-        row_budgets(shapes(home), facts("lookup"), unit, 100)["budget"].megabytes
+        row_budgets(shapes(home), facts("lookup"), unit, 4, 100)["budget"].megabytes
         for unit in (ONE_PASS, whole, ragged)
     ]
     assert of[2] - of[0] == pytest.approx((of[1] - of[0]) / 2)
@@ -103,15 +103,15 @@ def test_a_layer_without_both_sublayers_costs_nothing(home):
     assert skipped == forward_budget(shallower, torch.float32, 3, 40, 2)
     assert skipped.bytes_read < forward_budget(whole, torch.float32, 3, 40, 2, (1, 0)).bytes_read
     unit = dataclasses.replace(ONE_PASS, draft_steps=10)
-    drafted = row_budgets(shapes(home), facts("skipping"), unit, 40)["budget"].megabytes
-    alone = row_budgets(shapes(home), facts("lookup"), unit, 40)["budget"].megabytes
+    drafted = row_budgets(shapes(home), facts("skipping"), unit, 4, 40)["budget"].megabytes
+    alone = row_budgets(shapes(home), facts("lookup"), unit, 4, 40)["budget"].megabytes
     assert drafted - alone == pytest.approx(
         forward_budget(shallower, torch.float32, 1, 40).bytes_read / 1e6
     )
 
 
 def test_a_drafter_alone_needs_its_step_and_no_target(home):
-    found = row_budgets(shapes(home), facts("chain", schedule="alone"), ONE_PASS, 50)["budget"]
+    found = row_budgets(shapes(home), facts("chain", schedule="alone"), ONE_PASS, 4, 50)["budget"]
     assert (
         found.megabytes
         == forward_budget(native(home / "shallow"), torch.float64, 1, 50).bytes_read / 1e6
@@ -121,7 +121,7 @@ def test_a_drafter_alone_needs_its_step_and_no_target(home):
 # ----------------------------------------------------------------------------- shares of the limits
 def test_a_share_is_the_rate_over_the_limit(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
-    found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), unit, 50)
+    found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), unit, 4, 50)
     for budget, seconds in ((found["budget"], 0.02 / 10), (found["baseline_budget"], 0.03 / 30)):
         assert budget.bandwidth_share * LIMITS.bytes_a_second * seconds == pytest.approx(
             budget.megabytes * 1e6
@@ -137,7 +137,7 @@ def test_a_share_is_the_rate_over_the_limit(home):
 
 def test_a_virtual_clock_has_no_shares(home):
     found = row_budgets(
-        shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), ONE_PASS, 50
+        shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), ONE_PASS, 4, 50
     )
     assert found["budget"].bandwidth_share is None
     assert found["baseline_budget"].bandwidth_share is not None
