@@ -1,6 +1,8 @@
 """Streamed pieces make up the text, and no piece ends inside a character."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -54,3 +56,50 @@ def test_invalid_bytes_do_not_delay_later_text(embedded_target: Path) -> None:
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     assert any(BROKEN in piece for piece in pieces[:-2])
+
+
+def counted(tokenizer) -> tuple[TextStream, list[int]]:
+    """Return a stream, and a list that gains an entry for every decode."""
+    decodes: list[int] = []
+
+    def text_of(some: Sequence[int]) -> str:
+        decodes.append(len(some))
+        return str(tokenizer.decode(list(some), skip_special_tokens=True))
+
+    return TextStream(text_of), decodes
+
+
+def test_tokens_that_are_added_at_once_are_decoded_at_once(embedded_target: Path) -> None:
+    tokenizer = load_tokenizer(embedded_target)
+    plain = "The cost per token does not grow with the text, and rounds add several tokens."
+    ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
+    (stream, decodes), (singles, single_decodes) = counted(tokenizer), counted(tokenizer)
+    text = "".join(stream.add(ids[at : at + 5]) for at in range(0, len(ids), 5))
+    assert text == "".join(singles.add([token]) for token in ids) == plain
+    assert len(decodes) <= 2 * -(-len(ids) // 5)
+    assert max(decodes) <= 10, "the cost does not grow with the text"
+    assert len(single_decodes) > 4 * len(decodes), "a control: one by one they take more"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_text_does_not_depend_on_how_many_tokens_come_at_once(
+    seed: int, embedded_target: Path
+) -> None:
+    """Mix texts with stray bytes, after which bytes before them are no characters any more."""
+    tokenizer = load_tokenizer(embedded_target)
+    random = Random(seed)
+    ids: list[int] = []
+    for _ in range(12):
+        text = random.choice([*TEXTS, "你好世界世界", "🙂🙃🙂"])
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"][: random.randrange(20)]
+        for _ in range(random.randrange(4) * random.randrange(2)):
+            ids.append(tokenizer.convert_tokens_to_ids(f"<0x{random.randrange(256):02X}>"))
+    whole, parted = counted(tokenizer)[0], counted(tokenizer)[0]
+    pieces, at = [], 0
+    while at < len(ids):
+        count = random.randrange(1, 9)
+        pieces.append(parted.add(ids[at : at + count]))
+        at += count
+    expected = "".join(streamed(tokenizer, ids))
+    assert "".join(pieces) + parted.end() == expected
+    assert whole.add(ids) + whole.end() == expected
