@@ -133,12 +133,11 @@ class Client:
         self._loop = asyncio.get_running_loop()
         pool = None if api.pools is None else api.pools.of(key)
         requests = [replace(request, pool=pool) for request in asked.requests]
-        self.job = Job(requests, self._deliver)
+        self.job = Job(requests, self._deliver, asked.stream)
         self.answer = Answer(api.limits.model, asked.is_chat, asked.prompt_tokens)
         self.choices = [
             ChoiceText(lambda ids: text_of(api.engine, ids), asked.stops) for _ in requests
         ]
-        self._first = True
 
     def _deliver(self, news: Delivery) -> None:
         """Put news of the decoding thread into the inbox."""
@@ -156,9 +155,6 @@ class Client:
                 raise ClientLeftError
             if isinstance(found, RequestError):
                 raise found
-            if self._first:
-                self.api.metrics.first_token.observe(perf_counter() - self.job.began)
-                self._first = False
             for new in found:
                 choice = self.choices[new.choice]
                 if choice.finish is None:

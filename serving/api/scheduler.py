@@ -1,7 +1,7 @@
 """The decoding thread: requests wait in a bounded queue, join the running batch, and leave it.
 
 All other threads talk to it through `submit` and `cancel`. It calls a job's `deliver` after every
-round in which one of its rows gained tokens.
+round in which one of its rows gained tokens or, for a complete answer, once at the end.
 """
 
 import threading
@@ -17,6 +17,7 @@ from decoding.engine import Engine
 from decoding.errors import UserError
 from decoding.rounds.batch import Row
 from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.sessions.draft_lengths import Range
 from decoding.sessions.open_batch import OpenBatch, Request
 from serving.api.errors import QueueFullError, RequestError, StoppedError
@@ -28,7 +29,7 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a row gained in a round. finish: "stop" or "length" if the row has ended."""
+    """Tokens that a row gained. finish: "stop" or "length" if the row has ended."""
 
     choice: int
     tokens: list[int]
@@ -43,13 +44,18 @@ class Job:
     """One HTTP request: the rows of all its choices.
 
     deliver: called in the decoding thread with the new tokens of a round, or at last with an error.
+    stream: whether tokens are delivered round by round. Without it those of all rows come at once,
+    when the last row has ended, so that no round waits for the thread that reads them.
     """
 
     requests: list[Request]
     deliver: Callable[[Delivery], None]
+    stream: bool = True
     began: float = field(default_factory=perf_counter)
     # index of a running row -> the number of its choice
     running: dict[int, int] = field(default_factory=dict)
+    has_tokens: bool = False
+    complete: list[NewTokens] = field(default_factory=list)  # ended rows that are not delivered yet
     ended: bool = False  # answered or cancelled
 
     @property
@@ -84,7 +90,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._cancelled: list[Job] = []
         self._job_of: dict[int, Job] = {}  # index of a running row -> its job
-        self._finish_of: dict[int, str] = {}  # of rows that ended in this round
+        self._ended: dict[int, Generation] = {}  # of rows that ended in this round
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -202,21 +208,28 @@ class Scheduler:
 
     def _deliver(self) -> None:
         """Hand the round's tokens to their jobs."""
-        going = {row.index for row in self._batch.rows}
         parts: dict[Job, list[NewTokens]] = {}
         for index, tokens in self._new.items():
-            job = self._job_of[index]
-            finish = None if index in going else self._finish_of.pop(index)
-            parts.setdefault(job, []).append(NewTokens(job.running[index], tokens, finish))
-            if finish is not None:
+            job, done = self._job_of[index], self._ended.pop(index, None)
+            choice, finish = job.running[index], None if done is None else done.finish
+            if not job.has_tokens:
+                self.metrics.first_token.observe(perf_counter() - job.began)
+                job.has_tokens = True
+            if job.stream:
+                parts.setdefault(job, []).append(NewTokens(choice, tokens, finish))
+            elif done is not None:
+                job.complete.append(NewTokens(choice, done.tokens, finish))
+            if done is not None:
                 del self._job_of[index], job.running[index]
+                if not job.stream and not job.running:
+                    parts[job] = job.complete
         for job, news in parts.items():
             job.ended = not job.running
             job.deliver(news)
 
     def _finish(self, row: Row) -> None:
-        """Note why a row has ended, for `_deliver`."""
-        self._finish_of[row.index] = row.generation.finish
+        """Keep what a row has generated, for `_deliver`."""
+        self._ended[row.index] = row.generation
         self._count(row)
 
     def _count(self, row: Row) -> None:
@@ -248,7 +261,7 @@ class Scheduler:
         traceback.print_exception(error)
         self._batch.rows = []
         self._new.clear()
-        self._finish_of.clear()
+        self._ended.clear()
         jobs = set(self._job_of.values())
         self._job_of.clear()
         for job in jobs:

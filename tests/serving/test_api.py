@@ -16,7 +16,8 @@ from decoding.engine import text_of
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Row
 from serving.api.answers import ChoiceText
-from serving.api.scheduler import Job
+from serving.api.errors import RequestError
+from serving.api.scheduler import Delivery, Job, Scheduler
 from tests.decoding.test_law_controls import key_noise_by_place
 from tests.support.api_server import Served, alone, serve
 from tests.support.tiers import tiered
@@ -192,6 +193,39 @@ def test_a_stream_has_the_text_of_the_whole_answer() -> None:
         assert ends == [choice.finish_reason for choice in whole.choices]
         assert parts > 2 and texts[0] != texts[1]
         assert usage == whole.usage and usage is not None and usage.completion_tokens <= 40
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_whole_answer_is_handed_over_once(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[list[tuple[int, int, str | None]]] = []
+    submit = Scheduler.submit
+
+    def counted(scheduler: Scheduler, job: Job) -> None:
+        deliver = job.deliver
+
+        def count(news: Delivery) -> None:
+            assert not isinstance(news, RequestError)
+            handed.append([(one.choice, len(one.tokens), one.finish) for one in news])
+            deliver(news)
+
+        job.deliver = count
+        submit(scheduler, job)
+
+    monkeypatch.setattr(Scheduler, "submit", counted)
+    with serve() as served:
+        prompts = random_prompts(2, seed=4)
+        body = {"model": served.model, "prompt": prompts, "max_tokens": 24, "temperature": 0}
+        assert served.post({**body, "stream": stream}).status_code == 200
+        served.wait_until_empty()
+        assert served.metric("first_token_seconds_count") == 1
+        assert served.metric("first_token_seconds_sum") < served.metric("request_seconds_sum")
+    if stream:
+        assert len(handed) > 4, "a control: once a round"
+        assert all(tokens <= 4 for news in handed for _, tokens, _ in news)
+    else:
+        ((first, second),) = handed
+        assert {first[0], second[0]} == {0, 1}
+        assert all(tokens == 24 and finish == "length" for _, tokens, finish in (first, second))
 
 
 def test_a_seed_gives_the_same_text_and_none_another() -> None:
