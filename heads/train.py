@@ -1,19 +1,20 @@
 """`python -m heads.train head=NAME`: train a drafter head of any kind into a head folder.
 
-See training/heads/train.py. A kind has its own configuration, so `head=` of the command line or the
-experiment, or `kind` of a saved configuration, is read before composing.
+See training/heads/train.py. A kind has its own configuration, so the kind of the preset in `head=`
+of the command line or the experiment, or that of a saved configuration, is read before composing.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from decoding.errors import UserError
-from heads.registry import KINDS, kind_of
+from heads.registry import find_kind, kind_of, read_mapping
 from jobs.job import CONF, job_main
 from jobs.stages import ON_FILE
 from training.heads.config import HeadJobConfig
@@ -21,17 +22,19 @@ from training.heads.train import train_head
 from training.held_out.answers import check_stages
 
 DEFAULT_KIND = "recurrent"  # as in conf/heads_train.yaml
+SEARCHPATH = "hydra.searchpath"
 
 
 def run(config: Any) -> Path:
     """Train a head, write it to output_dir/drafter and return that folder.
 
-    Raises UserError if `kind` was set without `head=`.
+    Raises UserError for an unknown kind, and for one that was set without `head=`.
     """
     kind = kind_of(config.kind)
     if not isinstance(config, kind.config):
         raise UserError(
-            f"kind={config.kind} is set only by head={config.kind}. Set head and remove kind."
+            f"kind={config.kind} is set only by a file of conf/head. Set head=NAME to one with "
+            f"this kind, and remove kind."
         )
     return train_head(config, kind)
 
@@ -58,29 +61,34 @@ def schema_for(arguments: Sequence[str]) -> type[HeadJobConfig]:
 def find_kind_name(arguments: Sequence[str]) -> str:
     """Return the name of the kind of head that a command line asks for, or the default name.
 
-    An unknown name gives the default too, since composing reports the error.
+    An unknown preset gives the default too, since composing reports the error. Raises UserError for
+    an unknown kind.
     """
-    given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
-    name = given.get("head") or _of_experiment(given.get("+experiment", "")) or DEFAULT_KIND
     if ON_FILE in arguments[:-1]:
-        name = str(_written(Path(arguments[arguments.index(ON_FILE) + 1])).get("kind"))
-    return name if name in KINDS else DEFAULT_KIND
+        name = str(read_mapping(Path(arguments[arguments.index(ON_FILE) + 1])).get("kind"))
+        return kind_of(name).name
+    given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
+    preset = given.get("head") or _of_experiment(given.get("+experiment", ""))
+    folders = (CONF, *_search_folders(given.get(SEARCHPATH, "")))
+    return find_kind(preset, folders) or DEFAULT_KIND
+
+
+def _search_folders(value: str) -> Iterator[Path]:
+    """Yield the folders that `hydra.searchpath=[...]` names."""
+    found = yaml.safe_load(value)
+    for one in found if isinstance(found, list) else []:
+        scheme, separator, rest = str(one).partition("://")
+        if scheme == "pkg" and separator:
+            yield Path(str(files(rest.replace("/", "."))))
+        else:
+            yield Path(rest if separator else scheme)
 
 
 def _of_experiment(name: str) -> str:
-    """Return the name of the kind in an experiment's defaults, or an empty string."""
-    defaults = _written(CONF / "experiment" / f"{name}.yaml").get("defaults", [])
+    """Return the name of the preset in an experiment's defaults, or an empty string."""
+    defaults = read_mapping(CONF / "experiment" / f"{name}.yaml").get("defaults", [])
     found = [one["override /head"] for one in defaults if "override /head" in one]
     return str(found[-1]) if found else ""
-
-
-def _written(file: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty for an invalid file, which composing reports."""
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 if __name__ == "__main__":

@@ -47,6 +47,15 @@ OPTIONS = {"draws": "children"}
 # current key or option -> its values
 VALUES = {"children": {"drawn": "sampled", "picked": "top_k"}}
 
+# job -> key -> its values
+JOB_VALUES = {
+    "heads.train": {
+        "kind": dict.fromkeys(
+            ("dflash", "dspark", "domino", "dflash2", "jetspec", "specdiff"), "block"
+        )
+    }
+}
+
 
 def current_costs(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return measured costs with the current keys."""
@@ -76,6 +85,9 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a configuration with current names, also in its drafters and stage overrides."""
     job = str(saved.get("job"))
     found = _rename_keys(saved, KEYS.get(job, {}))
+    for key, values in JOB_VALUES.get(job, {}).items():
+        if key in found:
+            found[key] = values.get(found[key], found[key])
     if isinstance(found.get("drafters"), list):
         found["drafters"] = [_current_drafter(entry) for entry in found["drafters"]]
     if "drafter" in found:

@@ -22,7 +22,7 @@ from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 class RecurrentKind(RecurrentPredictions, HeadKind):
     """Recurrent heads (ReDrafter) as a kind of trained head."""
 
-    name, reads_tokens = "recurrent", True
+    name = "recurrent"
     config: type[HeadJobConfig] = HeadTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -66,7 +66,10 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
     def chain_drafter(self, head: RecurrentHead) -> Drafter:
         return RecurrentDrafter(head=head, beam_width=1, children="top_k")
 
-    def drafting(self, config: HeadTrainConfig) -> DraftingSetup:
+    def reads_tokens(self, shape: HeadConfig) -> bool:
+        return True
+
+    def drafting(self, config: HeadTrainConfig, shape: HeadConfig) -> DraftingSetup:
         width = config.beam_width
         return DraftingSetup(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
 

@@ -28,8 +28,6 @@ class DrafterEntry:
     architectures: tuple[str, ...] = ()  # that identify heads with a language model's model_type
     model_mark: str = ""  # a key of config.json that language models have for this drafter
     trained: str = ""  # dotted name of the HeadKind that trains such a head
-    # further names of `heads.train head=` -> dotted names of their HeadKinds
-    presets: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from the class
 
 
@@ -99,14 +97,7 @@ DRAFTERS = {
         "heads.block.drafter.BlockDrafter",
         "folder",
         marks=("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids"),
-        presets={
-            "dflash": "heads.block.kind.DFLASH",
-            "dspark": "heads.block.kind.DSPARK",
-            "domino": "heads.block.kind.DOMINO",
-            "dflash2": "heads.block.kind.DFLASH2",
-            "jetspec": "heads.block.kind.JETSPEC",
-            "specdiff": "heads.block.kind.SPECDIFF",
-        },
+        trained="heads.block.kind.KIND",
         options={"by_cost": True, "dtype": AUTO},
     ),
     "early_exit": DrafterEntry(
@@ -125,7 +116,7 @@ DRAFTERS = {
 # model_type of a head's config.json -> its drafter's name
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
 # drafters with heads
-TRAINED = tuple(name for name, entry in DRAFTERS.items() if entry.trained or entry.presets)
+TRAINED = tuple(name for name, entry in DRAFTERS.items() if entry.trained)
 
 
 def imported(dotted: str) -> Any:

@@ -24,7 +24,7 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.sampling.warpers import Warper
 from eval.statistics.joint_law import LENGTH, P_LIMIT, Triple, joint, p_value
-from heads.block.kind import DFLASH
+from heads.block.kind import KIND as BLOCK
 from heads.block.shape import BlockConfig
 from heads.eagle.kind import FIRST, KIND, PARALLEL
 from heads.eagle.model import EagleConfig
@@ -128,7 +128,7 @@ def _random_head(method: str) -> tuple[HeadKind, Any]:
         "block_size": DRAFTED + 1,
         "mask_token_id": SYMBOLS - 1,
     }
-    return DFLASH, BlockConfig(**sizes, **block, taps=(1,))
+    return BLOCK, BlockConfig(**sizes, **block, taps=(1,))
 
 
 def exact_law(target_folder: Path, sampling: Sampling) -> dict[Triple, float]:

@@ -264,8 +264,8 @@ def _of_card(card: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _kind_of(card: dict[str, Any], folder: Path) -> str:
     """Return the kind of a drafter, empty if it is unknown.
 
-    Kinds of block heads share a layout, so the kind is that of the training's configuration or,
-    without it, the name on the card.
+    Presets share a kind and its layout, so the name on the card distinguishes them; the kind of the
+    training's configuration is that of a head with another name.
     """
     if "num_hidden_layers" in card.get("shape", {}):
         return PARALLEL if card.get("parallel_drafting") else CHAIN
@@ -273,5 +273,5 @@ def _kind_of(card: dict[str, Any], folder: Path) -> str:
     saved = read_config(file, "Restore it.") if file.is_file() else {}
     if saved.get("job") == "recurrent_drafting.train":
         return "recurrent"
-    name = str(saved.get("kind") or card.get("name"))
-    return name if name in KINDS else ""
+    names = str(card.get("name")), str(saved.get("kind"))
+    return next((name for name in names if name in KINDS), "")

@@ -1,7 +1,6 @@
-"""Block drafters as kinds of trained heads (training/heads/kind.py), one for each preset.
+"""Block drafters as a kind of trained heads (training/heads/kind.py).
 
-Presets share a class: they differ in their file of values, and in whether predictions read the
-tokens drafted before them.
+Published drafters are presets of it: files in conf/head that differ only in their values.
 """
 
 import shlex
@@ -44,24 +43,24 @@ from training.heads.published import Contract
 from training.heads.temperatures import read_temperatures
 
 MOST_LAYERS, MOST_RANK = 16, 4096
+# name of a published drafter -> title of a README
+TITLES = {
+    "dflash": "A block drafter (DFlash, arXiv 2602.06036)",
+    "dspark": "A block drafter with a Markov head (DSpark, arXiv 2607.05147)",
+    "domino": "A block drafter with a GRU (Domino, arXiv 2605.29707)",
+    "dflash2": "A block drafter with a selector (DFlash2, z-lab 2026)",
+    "specdiff": "A masked diffusion drafter (SpecDiff, arXiv 2408.05636)",
+    "jetspec": "A causal block drafter (JetSpec, arXiv 2606.18394)",
+}
 
 
 class BlockKind(BlockPredictions, HeadKind):
-    """A preset of the block drafters as a kind of trained head."""
+    """Block drafters as a kind of trained head."""
 
+    name = "block"
     config: type[HeadJobConfig] = BlockTrainConfig
     layout: FolderLayout = SERVED
     contract: Contract | None = CONTRACT
-
-    def __init__(
-        self, name: str, title: str, reads_tokens: bool = False, tree: bool = False
-    ) -> None:
-        """Name the preset.
-
-        title: its name and paper, for a README. reads_tokens: whether its file has a correction.
-        tree: whether it drafts trees.
-        """
-        self.name, self.title, self.reads_tokens, self.tree = name, title, reads_tokens, tree
 
     def shape(self, config: BlockTrainConfig, target: Any) -> BlockConfig:
         options, sizes = config.head, NativeConfig.from_dict(target.to_dict())
@@ -101,6 +100,9 @@ class BlockKind(BlockPredictions, HeadKind):
     def taps(self, shape: BlockConfig) -> Layers:
         return shape.taps
 
+    def reads_tokens(self, shape: BlockConfig) -> bool:
+        return shape.correction != NONE
+
     def longest_draft(self, shape: BlockConfig) -> int:
         return shape.num_drafts
 
@@ -111,13 +113,12 @@ class BlockKind(BlockPredictions, HeadKind):
         options, last = config.head, shape.target_layers - 1
         drafts, kind = config.loss.predict_n_tokens, config.parallel.kind
         taps_fit = all(EMBEDDING <= tap <= last for tap in shape.taps)
-        fitting = [each for each in CORRECTIONS if self.reads_tokens == (each != NONE)]
         return {
             "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
             "head.in_block_mask": (options.in_block_mask in MASKS, f"one of {', '.join(MASKS)}"),
             "head.correction": (
-                options.correction in fitting,
-                f"{' or '.join(fitting)} with head={self.name}",
+                options.correction in CORRECTIONS,
+                f"one of {', '.join(CORRECTIONS)}",
             ),
             "head.rank": (1 <= options.rank <= MOST_RANK, f"1 to {MOST_RANK}"),
             "head.gru_size": (1 <= options.gru_size <= MOST_RANK, f"1 to {MOST_RANK}"),
@@ -146,10 +147,9 @@ class BlockKind(BlockPredictions, HeadKind):
                 "1 or more, or 0 for all tokens",
             ),
             "head.path": (
-                shape.num_drafts == drafts and shape.correction in fitting,
-                f"a folder of head={self.name} whose block drafts {drafts} tokens "
-                f"(loss.predict_n_tokens), not {shape.num_drafts} with correction "
-                f"{shape.correction}",
+                shape.num_drafts == drafts,
+                f"a folder whose block drafts {drafts} tokens (loss.predict_n_tokens), not "
+                f"{shape.num_drafts}",
             ),
             "parallel.kind": (
                 kind not in SHARDED_WEIGHTS,
@@ -190,22 +190,22 @@ class BlockKind(BlockPredictions, HeadKind):
     def drafter(
         self, head: BlockHead, shape: BlockConfig, config: BlockTrainConfig, sampled: bool
     ) -> Drafter:
-        shape_drafted = "tree" if self.tree else "chain"
+        shape_drafted = "tree" if _drafts_trees(shape) else "chain"
         children = "sampled" if sampled else "top_k"
         return BlockDrafter(head=head, shape=shape_drafted, children=children)
 
     def chain_drafter(self, head: BlockHead) -> Drafter:
         return BlockDrafter(head=head, children="top_k")
 
-    def drafting(self, config: BlockTrainConfig) -> DraftingSetup:
-        if self.tree:
+    def drafting(self, config: BlockTrainConfig, shape: BlockConfig) -> DraftingSetup:
+        if _drafts_trees(shape):
             return DraftingSetup("of a tree", "tree_block_efficiency")
         return DraftingSetup("of a chain", "chain_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:
         target = shlex.quote(name_anywhere(card["target"]))
         shape = BlockConfig(**{**card["shape"], "taps": tuple(card["shape"]["taps"])})
-        drafter = "{use: block, folder: ., shape: tree}" if self.tree else "."
+        drafter = "{use: block, folder: ., shape: tree}" if _drafts_trees(shape) else "."
         launch = [f'python -m eval.run target.path={target} "drafters=[{drafter}]"']
         passes = "One pass drafts" if shape.denoising_steps < 2 else "A few passes draft"
         remarks = (
@@ -217,8 +217,8 @@ class BlockKind(BlockPredictions, HeadKind):
             launch += [served.command] if served else []
             remarks += " vLLM drafts a chain."
         return ReadmeParts(
-            tag=self.name,
-            title=self.title,
+            tag=_family(shape),
+            title=TITLES[_family(shape)],
             form=self.describe(shape),
             reads="embedding and lm_head"
             if shape.taps == (EMBEDDING,)
@@ -228,6 +228,18 @@ class BlockKind(BlockPredictions, HeadKind):
             launch=launch,
             remarks=remarks,
         )
+
+
+def _drafts_trees(shape: BlockConfig) -> bool:
+    """Return whether a head is measured by trees, as JetSpec's are."""
+    return shape.correction == NONE and shape.causal
+
+
+def _family(shape: BlockConfig) -> str:
+    """Return the name of the published drafter that is nearest to a shape."""
+    if shape.denoising_steps:
+        return "specdiff"
+    return "jetspec" if _drafts_trees(shape) else shape.projector
 
 
 def _denoising_rules(config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
@@ -263,9 +275,4 @@ def spread_taps(count: int, num_layers: int) -> Layers:
     return tuple(sorted({min(max(step + 1, 1), last) for step in steps}))
 
 
-DFLASH = BlockKind("dflash", "A block drafter (DFlash, arXiv 2602.06036)")
-DSPARK = BlockKind("dspark", "A block drafter with a Markov head (DSpark, arXiv 2607.05147)", True)
-DOMINO = BlockKind("domino", "A block drafter with a GRU (Domino, arXiv 2605.29707)", True)
-DFLASH2 = BlockKind("dflash2", "A block drafter with a selector (DFlash2, z-lab 2026)", True)
-SPECDIFF = BlockKind("specdiff", "A masked diffusion drafter (SpecDiff, arXiv 2408.05636)")
-JETSPEC = BlockKind("jetspec", "A causal block drafter (JetSpec, arXiv 2606.18394)", tree=True)
+KIND = BlockKind()

@@ -45,7 +45,7 @@ class EagleKind(EaglePredictions, HeadKind):
 
         parallel: whether its heads draft in one pass. predicts_states: whether they are EAGLE-1's.
         """
-        self.name, self.parallel, self.reads_tokens = name, parallel, not parallel
+        self.name, self.parallel = name, parallel
         self.predicts_states = predicts_states
         self.layout: PublishedLayout = SERVED_PARALLEL if parallel else SERVED
         self.contract: Contract = PARALLEL_CONTRACT if parallel else CONTRACT
@@ -94,6 +94,9 @@ class EagleKind(EaglePredictions, HeadKind):
 
     def taps(self, shape: EagleConfig) -> Layers:
         return shape.taps
+
+    def reads_tokens(self, shape: EagleConfig) -> bool:
+        return not self.parallel
 
     def cached_numbers(self, shape: EagleConfig) -> int:
         return shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim  # states, keys, values
@@ -182,7 +185,7 @@ class EagleKind(EaglePredictions, HeadKind):
             return ParallelEagleDrafter(head=head)
         return EagleDrafter(head=head, shape="chain")
 
-    def drafting(self, config: EagleTrainConfig) -> DraftingSetup:
+    def drafting(self, config: EagleTrainConfig, shape: EagleConfig) -> DraftingSetup:
         if self.parallel:
             return DraftingSetup("of a chain", "chain_block_efficiency")
         return DraftingSetup("with a ranked tree", "tree_block_efficiency")

@@ -44,7 +44,7 @@ class EarlyExitKind(HeadKind):
     """Early-exit heads (EESD) as a kind of trained head."""
 
     name, label = "early_exit", "early_exit"
-    reads_tokens, reads_context, computes_states = False, True, True
+    reads_context, computes_states = True, True
     config: type[HeadJobConfig] = EarlyExitTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -163,7 +163,7 @@ class EarlyExitKind(HeadKind):
     def chain_drafter(self, head: EarlyExitHead) -> Drafter:
         return EarlyExitDrafter(head=head)
 
-    def drafting(self, config: EarlyExitTrainConfig) -> DraftingSetup:
+    def drafting(self, config: EarlyExitTrainConfig, shape: EarlyExitConfig) -> DraftingSetup:
         return DraftingSetup("with a chain", "chain_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

@@ -37,7 +37,7 @@ MOST_BLOCKS = 16
 class MedusaKind(HeadKind):
     """Medusa heads as a kind of trained head."""
 
-    name, label, reads_tokens = "medusa", "medusa", False
+    name, label = "medusa", "medusa"
     ranks = RANKS  # number of ranks whose accuracies choose the trees
     config: type[HeadJobConfig] = MedusaTrainConfig
     layout: FolderLayout = VLLM
@@ -151,7 +151,7 @@ class MedusaKind(HeadKind):
     def chain_drafter(self, head: MedusaHeads) -> Drafter:
         return MedusaDrafter(heads=head, shape="chain", children="top_k")
 
-    def drafting(self, config: MedusaTrainConfig) -> DraftingSetup:
+    def drafting(self, config: MedusaTrainConfig, shape: MedusaConfig) -> DraftingSetup:
         return DraftingSetup("with a static tree", "tree_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

@@ -26,7 +26,7 @@ LEAST_LAYERS, MOST_RANK = 2, 4096
 class SdsatKind(SdsatPredictions, HeadKind):
     """Slot embeddings (SDSAT) as a kind of trained head."""
 
-    name, reads_tokens = "sdsat", False
+    name = "sdsat"
     config: type[HeadJobConfig] = SdsatTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -95,7 +95,7 @@ class SdsatKind(SdsatPredictions, HeadKind):
     def chain_drafter(self, head: SdsatHead) -> Drafter:
         return SdsatDrafter(head=head)
 
-    def drafting(self, config: SdsatTrainConfig) -> DraftingSetup:
+    def drafting(self, config: SdsatTrainConfig, shape: SdsatConfig) -> DraftingSetup:
         return DraftingSetup("with a chain", "chain_block_efficiency")
 
     def readme(self, card: dict[str, Any]) -> ReadmeParts:

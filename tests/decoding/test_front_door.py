@@ -34,8 +34,7 @@ def write_head(name: str, target: Any, folder: Path) -> None:
     name: a drafter with heads. target: the Hugging Face configuration of the head's target.
     """
     torch.manual_seed(3)
-    kind = next(iter(DRAFTERS[name].presets), name)
-    row = next(row for row in HEAD_ROWS if row.kind.name == kind)
+    row = next(row for row in HEAD_ROWS if row.kind.name == name)
     shape = row.shape(target)
     checkpoint.save_head(row.kind.layout, shape, row.kind.empty(shape), folder)
 

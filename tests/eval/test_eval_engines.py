@@ -28,7 +28,7 @@ from eval.measure.records import Condition
 from eval.measure.setup import load
 from eval.run import run
 from eval.statistics.schema import read_all_rows, read_rows
-from heads.block.kind import DFLASH, DSPARK, JETSPEC
+from heads.block.kind import KIND as BLOCK
 from heads.block.shape import BlockConfig
 from heads.eagle.kind import KIND as EAGLE
 from heads.eagle.model import EagleConfig
@@ -201,8 +201,8 @@ def block_shape(**fields: Any) -> BlockConfig:
     [
         (MEDUSA, MedusaConfig(len(tiny.tokenizer()), 64, num_heads=2), "medusa", 2),
         (EAGLE, eagle_shape(), "eagle3", 3),
-        (DFLASH, block_shape(), "dflash", 5),
-        (JETSPEC, block_shape(in_block_mask="causal"), "dflash", 5),
+        (BLOCK, block_shape(), "dflash", 5),
+        (BLOCK, block_shape(in_block_mask="causal"), "dflash", 5),
     ],
     ids=["medusa", "eagle3", "dflash", "jetspec"],
 )
@@ -253,7 +253,7 @@ def test_sampled_drafts_follow_the_rule_of_the_engine_and_need_a_known_one(
 
 def test_a_head_that_vllm_refuses_is_named_with_its_words(engine_home, tmp_path):
     shape = block_shape(layout="anchor_first", correction="markov", rank=4)
-    drafters = [str(write_head(tmp_path / "dspark", DSPARK, shape)), str(engine_home / "noisy")]
+    drafters = [str(write_head(tmp_path / "dspark", BLOCK, shape)), str(engine_home / "noisy")]
     cfg = engine_config(engine_home, "heads", engine=["ours", "vllm"], drafters=drafters)
     loaded = load(cfg)
     plan = plan_engines(cfg, loaded)

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoding.interfaces import Drafter
 from heads.block.drafter import BlockDrafter
-from heads.block.kind import DFLASH, DFLASH2, DOMINO, DSPARK, JETSPEC, SPECDIFF
+from heads.block.kind import KIND as BLOCK
 from heads.block.shape import BlockConfig
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
@@ -115,7 +115,7 @@ def p_eagle(name: str, **fields: Any) -> HeadRow:
     )
 
 
-def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
+def block(name: str, **fields: Any) -> HeadRow:
     """Return the row of a block drafter of four tokens, with grouped queries."""
 
     def shape(target: Any) -> BlockConfig:
@@ -135,7 +135,7 @@ def block(name: str, kind: HeadKind, **fields: Any) -> HeadRow:
 
     return HeadRow(
         name,
-        kind,
+        BLOCK,
         shape,
         drafter=lambda head: BlockDrafter(head=head),
         load=lambda folder: BlockDrafter(folder),
@@ -184,11 +184,10 @@ HEAD_ROWS = [
     eagle("eagle1 with a bias", EAGLE1, fc_norm=False, norm_output=False, fc_bias=True),
     p_eagle("p_eagle"),
     p_eagle("p_eagle with a draft vocabulary", draft_vocab_size=20, fc_norm=False),
-    block("dflash", DFLASH),
-    block("jetspec", JETSPEC, in_block_mask="causal"),
+    block("dflash"),
+    block("jetspec", in_block_mask="causal"),
     block(
         "dflash2",
-        DFLASH2,
         correction="selector",
         rank=6,
         candidates=5,
@@ -197,27 +196,23 @@ HEAD_ROWS = [
     ),
     block(
         "dflash2 with a draft vocabulary",
-        DFLASH2,
         correction="selector",
         rank=6,
         candidates=5,
         draft_vocab_size=20,
     ),
-    block("domino", DOMINO, layout="anchor_first", correction="gru", rank=6, gru_size=5),
-    block("dflash with a draft vocabulary", DFLASH, draft_vocab_size=20),
+    block("domino", layout="anchor_first", correction="gru", rank=6, gru_size=5),
+    block("dflash with a draft vocabulary", draft_vocab_size=20),
     block(
         "dspark",
-        DSPARK,
         layout="anchor_first",
         correction="markov",
         rank=6,
         confidence=True,
         temperatures=(0.5, 1.0, 2.0, 1.5),
     ),
-    block(
-        "dspark with a draft vocabulary", DSPARK, correction="markov", rank=6, draft_vocab_size=20
-    ),
-    block("specdiff", SPECDIFF, taps=(0,), denoising_steps=1),
+    block("dspark with a draft vocabulary", correction="markov", rank=6, draft_vocab_size=20),
+    block("specdiff", taps=(0,), denoising_steps=1),
     early_exit("early exit", 2),
     early_exit("early exit with a draft vocabulary", 1, draft_vocab_size=20),
     sdsat("sdsat"),

@@ -23,7 +23,8 @@ from heads import drafts_in_rows
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.drafter import BlockDrafter
-from heads.block.kind import DFLASH, DSPARK, spread_taps
+from heads.block.kind import KIND as BLOCK
+from heads.block.kind import spread_taps
 from heads.block.model import BlockHead, after
 from heads.block.plans import ChainPlans
 from heads.layers import rope_at
@@ -53,11 +54,10 @@ def text(seed: int = 0, tokens: int = 24) -> Sample:
 
 def features_of(head: BlockHead, batch: PackedBatch, **options: Any) -> dict[Any, Tensor]:
     """Return training's features by (place of the tip, depth)."""
-    kind = DFLASH if head.correction is None else DSPARK
     states = TargetStates(law_6.target().double(), taps=head.config.taps, final=False)
     where = positions(batch, head.config.num_drafts, False, context=True, **options)
     with torch.no_grad():
-        found_NE = kind.features(head, states, batch, where, states.read(batch, where))
+        found_NE = BLOCK.features(head, states, batch, where, states.read(batch, where))
     tips_N = (where.kept_P[where.drafts_M] + 1)[where.draft_N]
     keys = zip(tips_N.tolist(), where.head_N.tolist(), strict=True)
     return dict(zip(keys, found_NE, strict=True))
@@ -163,7 +163,7 @@ def test_a_batch_without_drafts_depends_on_the_head():
     states = TargetStates(law_6.target().double(), taps=(1,), final=False)
     batch = collate([text()], [], 48)
     where = positions(batch, 6, False, context=True)
-    found_NE = DSPARK.features(head, states, batch, where, torch.zeros(0, 16).double())
+    found_NE = BLOCK.features(head, states, batch, where, torch.zeros(0, 16).double())
     assert found_NE.shape == (0, 19) and found_NE.requires_grad
 
 
@@ -318,7 +318,7 @@ def test_the_confidence_learns_the_chance_of_acceptance():
     assert head.confidence is not None
     head.confidence.requires_grad_(True)
     loss = HeadLossConfig(name="forward_kl", predict_n_tokens=4)
-    objective = HeadObjective(DSPARK, head, states, loss)
+    objective = HeadObjective(BLOCK, head, states, loss)
     batch = collate([text(seed) for seed in range(8)], [[seed] for seed in range(8)], 24)
     optimizer = torch.optim.Adam(head.confidence.parameters(), lr=3e-2)
     totals = []
@@ -330,7 +330,7 @@ def test_the_confidence_learns_the_chance_of_acceptance():
         totals.append(float(total.detach() - sums[4:].sum()))  # without the loss of the tokens
     where, states_PC = objective.read_target(batch)
     with torch.no_grad():
-        features_NE = DSPARK.features(head, states, batch, where, states.select_taps(states_PC))
+        features_NE = BLOCK.features(head, states, batch, where, states.select_taps(states_PC))
         mean = float(head.confidence(features_NE).sigmoid().mean())
     acceptance = float(sums[:4].sum()) / len(features_NE)
     assert totals[-1] < totals[0] and abs(mean - acceptance) < 0.05
@@ -404,7 +404,7 @@ def test_heads_are_trained_and_loaded_by_the_front_door(
         (["head.mask_token_id=2"], "head.mask_token_id is 2, expected .* that is no padding"),
         (["head.layout=first"], "head.layout is first, expected one of fill_in, anchor_first"),
         (["head.in_block_mask=full"], "expected one of bidirectional, causal"),
-        (["head.correction=gru"], "head.correction is gru, expected none with head=dflash"),
+        (["head.correction=rnn"], "is rnn, expected one of none, markov, gru, selector"),
         (["loss.own_tokens=0.5"], "no draft reads its own tokens"),
     ],
     ids=str,

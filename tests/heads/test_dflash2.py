@@ -17,7 +17,7 @@ from decoding.errors import UserError
 from heads.block.checkpoint import load_head
 from heads.block.convolution import BlockConvolution
 from heads.block.corrections import Selector
-from heads.block.kind import DFLASH2
+from heads.block.kind import KIND as BLOCK
 from heads.block.layouts import SERVED as LAYOUT
 from heads.block.model import BlockHead
 from tests.heads import law_6
@@ -109,7 +109,7 @@ def test_the_loss_has_a_term_of_the_candidates():
     head = law_6.head_of(ROW, model).requires_grad_(True)
     states = TargetStates(model, taps=head.config.taps, final=False)
     loss = HeadLossConfig("cross_entropy", predict_n_tokens=4)
-    objective = HeadObjective(DFLASH2, head, states, loss)
+    objective = HeadObjective(BLOCK, head, states, loss)
     batch = collate([text(0), text(1)], [[0], [1]], 24)
     total, sums = objective(batch)
     total.backward()
@@ -117,7 +117,7 @@ def test_the_loss_has_a_term_of_the_candidates():
 
     head.zero_grad()
     where, states_PC = objective.read_target(batch)
-    features_NE = DFLASH2.features(head, states, batch, where, states.select_taps(states_PC))
+    features_NE = BLOCK.features(head, states, batch, where, states.select_taps(states_PC))
     logits_NV = linear(features_NE[:, :16], states.lm_head)
     candidates_NC = logits_NV.topk(5).indices
     listed_NCE = embedding(candidates_NC, head.correction.successor_codebook)
@@ -143,7 +143,7 @@ def test_losses_against_the_target_fall(name: str):
     head = law_6.head_of(ROW, model).requires_grad_(True)
     states = TargetStates(model, taps=head.config.taps, final=True)
     loss = HeadLossConfig(name=name, predict_n_tokens=4, depth_weights="d_pace")
-    objective = HeadObjective(DFLASH2, head, states, loss)
+    objective = HeadObjective(BLOCK, head, states, loss)
     batch = collate([text(0), text(1)], [[0], [1]], 24)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     accepted = []

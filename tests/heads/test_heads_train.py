@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import heads.train
 import recurrent_drafting.train
+from decoding.drafters.registry import TRAINED
 from decoding.errors import UserError
 from heads.registry import KINDS, kind_of
 from heads.train import find_kind_name, schema_of
@@ -38,13 +39,12 @@ def configured(job: str, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_has_a_file_a_schema_and_documented_options(name: str):
+def test_every_preset_has_a_kind_a_schema_and_documented_options(name: str):
     kind = kind_of(name)
-    assert kind.name == name and (CONF / "head" / f"{name}.yaml").is_file()
     assert issubclass(kind.config, HeadJobConfig)
     config = configured("heads.train", f"head={name}", "target.path=x")
-    assert config.kind == name and config.job == "heads.train"
-    docs = field_docs(schema_of(name))
+    assert config.kind == kind.name and config.job == "heads.train"
+    docs = field_docs(schema_of(kind.name))
     assert all(docs.values()), [key for key, words in docs.items() if not words]
 
 
@@ -58,8 +58,9 @@ def test_heads_learn_the_targets_distribution_unless_a_recipe_says_otherwise():
     assert configured(job, "+experiment=redrafter_vicuna_7b").loss.name == "cross_entropy"
 
 
-def test_every_file_of_a_head_has_a_kind():
+def test_every_file_of_a_head_is_a_preset_and_every_kind_has_one():
     assert {file.stem for file in (CONF / "head").glob("*.yaml")} == set(KINDS)
+    assert {kind_of(name).name for name in KINDS} == set(TRAINED)
 
 
 def test_the_recurrent_head_equals_that_of_its_job(tiny_target: Path, tmp_path: Path):
@@ -100,29 +101,31 @@ def test_the_texts_are_reported_before_the_first_step(
 def test_the_kind_comes_from_the_command_line_an_experiment_or_a_saved_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(heads.train.KINDS, "other", "nowhere.KIND")
     monkeypatch.setattr(heads.train, "CONF", tmp_path)
-    (tmp_path / "experiment").mkdir()
+    for name in ("experiment", "head"):
+        (tmp_path / name).mkdir()
+    for preset, kind in (("other", "eagle3"), ("recurrent", "recurrent")):
+        (tmp_path / "head" / f"{preset}.yaml").write_text(f"kind: {kind}\n")
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "defaults: [{override /loss: forward_kl}, {override /head: other}]\njob: heads.train\n"
     )
-    (tmp_path / "saved.yaml").write_text("job: heads.train\nkind: other\n")
+    (tmp_path / "saved.yaml").write_text("job: heads.train\nkind: eagle3\n")
     assert find_kind_name(["loop.max_steps=1"]) == "recurrent"
-    assert find_kind_name(["head=other", "seed=1"]) == "other"
-    assert find_kind_name(["+experiment=mine"]) == "other"
+    assert find_kind_name(["head=other", "seed=1"]) == "eagle3"
+    assert find_kind_name(["+experiment=mine"]) == "eagle3"
     assert find_kind_name(["+experiment=mine", "head=recurrent"]) == "recurrent"
-    assert find_kind_name(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
+    assert find_kind_name(["--config-file", str(tmp_path / "saved.yaml")]) == "eagle3"
     assert find_kind_name(["head=none_such"]) == "recurrent"
     assert find_kind_name(["+experiment=none_such"]) == "recurrent"
 
 
 def test_a_kind_that_differs_from_the_configuration_is_refused(tmp_path: Path):
     config = configured("heads.train", "target.path=x", "kind=none_such")
-    with pytest.raises(UserError, match="head=none_such is unknown, expected one of recurrent"):
+    with pytest.raises(UserError, match="kind=none_such is unknown, expected one of recurrent"):
         heads.train.run(config)
-    for name in KINDS.keys() - {"recurrent"}:
+    for name in {*TRAINED} - {"recurrent"}:
         config = configured("heads.train", "target.path=x", f"kind={name}")
-        with pytest.raises(UserError, match=f"kind={name} is set only by head={name}"):
+        with pytest.raises(UserError, match=f"kind={name} is set only by a file of conf/head"):
             heads.train.run(config)
 
 

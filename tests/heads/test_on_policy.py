@@ -42,7 +42,10 @@ from training.losses.heads import chunked_sample
 from training.objectives import hidden_states
 from training.on_policy import OnPolicyOptions, ShareSchedule
 
-READING = [pytest.param(row, id=row.name) for row in HEAD_ROWS if row.kind.reads_tokens]
+TARGET = law_6.target().config
+READING = [
+    pytest.param(row, id=row.name) for row in HEAD_ROWS if row.kind.reads_tokens(row.shape(TARGET))
+]
 GREEDY = {"share": 1.0, "temperature": 0.0}
 
 

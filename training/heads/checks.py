@@ -44,7 +44,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     check_values(
         config,
         {
-            **choice_rules(config, kind),
+            **choice_rules(config, kind, kind.reads_tokens(shape)),
             **kind.rules(config, shape),
             **adapter_rules(config, "head.path", config.head.path),
             "top_k": (
@@ -67,9 +67,12 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
-def choice_rules(config: HeadJobConfig, kind: HeadKind) -> dict[str, tuple[bool, str]]:
+def choice_rules(
+    config: HeadJobConfig, kind: HeadKind, reads_tokens: bool
+) -> dict[str, tuple[bool, str]]:
     """Return the rules for the loss and the store: key -> (validity of its value, expected values).
 
+    reads_tokens: see `HeadKind`.
     All ranks run a sharded target together, so no rank can skip a forward, as a store does, or
     continue its texts row by row.
     """
@@ -86,13 +89,13 @@ def choice_rules(config: HeadJobConfig, kind: HeadKind) -> dict[str, tuple[bool,
         losses = [name for name in HEAD_LOSSES if name != CONTINUATIONS]
         shared = " with this head, which reads the target's states of the text's own tokens"
     return {
-        **on_policy_rules(config, kind.reads_tokens),
+        **on_policy_rules(config, reads_tokens),
         **head_loss_rules(
             config.loss,
             losses,
             shared,
             config.data.max_length,
-            kind.reads_tokens,
+            reads_tokens,
             kind.reads_context,
             kind.predicts_states,
         ),

@@ -60,9 +60,8 @@ class ReadmeParts:
 class HeadKind(PredictingHead, Protocol):
     """What training needs of one kind of head: shape, weights, predictions, drafter and README."""
 
-    name: str  # name of its file in conf/head
+    name: str  # `kind` of its presets (heads/registry.py)
     config: type[HeadJobConfig]  # configuration of its job; `head` holds its options
-    reads_tokens: bool  # predictions depend on the tokens drafted before them
     # number of likeliest tokens whose accuracies the drafter uses; 0: none
     ranks: int = 0
     layout: FolderLayout
@@ -92,6 +91,10 @@ class HeadKind(PredictingHead, Protocol):
     def taps(self, shape: Any) -> Layers:
         """Return the layers of the target that the head reads (training/features/taps.py)."""
         return ()
+
+    def reads_tokens(self, shape: Any) -> bool:
+        """Return whether predictions depend on the tokens drafted before them."""
+        return False
 
     def longest_draft(self, shape: Any) -> int | None:
         """Return the largest number of tokens of a chain; None: no limit."""
@@ -146,7 +149,7 @@ class HeadKind(PredictingHead, Protocol):
         """Return the drafter of the head's greedy chain, whose costs training may measure."""
         ...
 
-    def drafting(self, config: Any) -> DraftingSetup:
+    def drafting(self, config: Any, shape: Any) -> DraftingSetup:
         """Return the description of the drafting that measures the finished head."""
         ...
 

@@ -335,7 +335,8 @@ def finish(
 
     drafted: the block efficiency measured by real drafting. texts: figures on the texts.
     """
-    config, drafting, best = job.config, job.kind.drafting(job.config), progress.best
+    config, best = job.config, progress.best
+    drafting = job.kind.drafting(config, job.shape)
     measured = {drafting.figure: drafted, **drafting.options}
     origin = write_folder(job, run.artefact, head, best, progress, measured)
     found = {name: figures.values() for name, figures in texts.items()}

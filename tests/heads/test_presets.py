@@ -1,0 +1,112 @@
+"""Presets: YAML files that select a kind of head and its values, here and in folders of users."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import heads.train
+from decoding.engine import generate, load
+from decoding.errors import UserError
+from heads.block.checkpoint import load_head
+from heads.registry import KINDS, find_kind, kind_of
+from heads.train import find_kind_name, schema_for
+from jobs.composing import CONF, compose_job
+from jobs.config import typed
+from jobs.saved_config import upgrade_config
+from tests.heads.test_heads_train import SMALL, configured
+from training.heads.kind import HeadKind
+
+NEW = """# @package _global_
+kind: block
+head: {name: mine, layout: anchor_first, in_block_mask: causal, correction: gru, rank: 8,
+  gru_size: 6, num_layers: 1, conv_taps: 2, confidence: true}
+loss: {predict_n_tokens: 3, drafts_per_row: 16}
+"""
+
+
+def folder_with(folder: Path, text: str, name: str = "mine") -> str:
+    """Write a preset to a folder and return the override that lets Hydra search there."""
+    (folder / "head").mkdir(parents=True, exist_ok=True)
+    (folder / "head" / f"{name}.yaml").write_text(text)
+    return f"hydra.searchpath=[file://{folder}]"
+
+
+def composed(*overrides: str) -> Any:
+    schema = schema_for(overrides)
+    return typed(compose_job("heads.train", schema, overrides), schema)
+
+
+def test_a_yaml_file_of_a_user_trains_and_drafts_losslessly(tiny_target: Path, tmp_path: Path):
+    """Check a combination of switches that no preset has."""
+    found = folder_with(tmp_path / "conf", NEW)
+    given = [*SMALL, found, f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
+    folder = heads.train.run(composed("head=mine", *given))
+    shape = load_head(folder).config
+    assert (shape.correction, shape.layout, shape.num_drafts) == ("gru", "anchor_first", 3)
+    assert shape.confidence and shape.causal and shape.conv_taps == 2
+    drafter = {"use": str(folder), "by_cost": False}
+    plain, drafted = (
+        generate(load(tiny_target, choice), "def add(a, b):", max_new_tokens=24)
+        for choice in (None, drafter)
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+def test_a_preset_may_begin_with_another_one(tmp_path: Path):
+    text = "# @package _global_\ndefaults: [dspark, _self_]\nhead: {name: narrow, rank: 64}\n"
+    config = composed("head=mine", folder_with(tmp_path, text), "target.path=x")
+    assert (config.kind, config.head.name, config.head.rank) == ("block", "narrow", 64)
+    assert config.head.correction == "markov" and config.loss.predict_n_tokens == 7
+    text = "# @package _global_\ndefaults: [eagle1]\n"
+    config = composed("head=mine", folder_with(tmp_path, text), "target.path=x")
+    assert config.kind == "eagle1" and config.loss.state_weight == 1
+
+
+def test_folders_of_the_search_path_come_after_conf(tmp_path: Path):
+    """Check the order of Hydra, and each form of a folder's name."""
+    other = folder_with(tmp_path, "kind: eagle3\n", "dflash")
+    assert find_kind_name(["head=dflash", other]) == "block"
+    folder_with(tmp_path, "kind: eagle3\n")
+    for one in (f"[file://{tmp_path}]", f"[{tmp_path}]", f"[pkg://heads,'{tmp_path}']"):
+        assert find_kind_name(["head=mine", f"hydra.searchpath={one}"]) == "eagle3"
+    assert find_kind_name(["head=mine"]) == "recurrent", "control: the file is not found"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: blok\n", "mine.yaml: kind is blok, expected one of recurrent, medusa, .*block"),
+        ("head: {name: mine}\n", "mine.yaml: kind is None, expected one of"),
+        ("defaults: [mine, none_such]\n", "mine.yaml: kind is None, expected one of"),
+        ("defaults: [/target: embedded]\n", "mine.yaml: kind is None, expected one of"),
+    ],
+)
+def test_a_preset_without_a_known_kind_is_refused(text: str, words: str, tmp_path: Path):
+    with pytest.raises(UserError, match=words):
+        find_kind_name(["head=mine", folder_with(tmp_path, text)])
+
+
+def test_a_broken_file_is_left_to_composing(tmp_path: Path):
+    found = folder_with(tmp_path, "kind: [\n")
+    assert find_kind_name(["head=mine", found]) == "recurrent"
+    with pytest.raises(UserError, match="mine.yaml"):
+        composed("head=mine", found)
+
+
+def test_block_presets_differ_in_their_files_alone():
+    """Check the table of presets, and that a run that was saved by an older name continues."""
+    blocks = [name for name in KINDS if find_kind(name) == "block"]
+    assert {"dflash", "dspark", "domino", "dflash2", "jetspec", "specdiff"} <= {*blocks}
+    files = {(CONF / "head" / f"{name}.yaml").read_text() for name in blocks}
+    assert len(files) == len(blocks)
+    for name in blocks:
+        config = configured("heads.train", f"head={name}", "target.path=x")
+        saved: Any = OmegaConf.to_container(OmegaConf.structured(config))
+        assert upgrade_config(saved | {"kind": name}) == upgrade_config(saved)
+        kind: HeadKind = kind_of(name)
+        assert kind is kind_of("block") and kind.name == "block"
+    other = {"job": "distill.train", "kind": "dflash"}
+    assert upgrade_config(other)["kind"] == "dflash", "control"
