@@ -55,6 +55,9 @@ def test_the_run_folder_records_the_run(finished: Path):
     assert {
         f"held_out_accuracy/redrafter{i}_top{k}" for i in range(5) for k in range(1, 6)
     } <= looks[0].keys()
+    by_depth = ("sampled_acceptance", "argmax_match", "recall_top4", "recall_top8")
+    assert {f"held_out_{name}/{k}" for name in by_depth for k in range(1, 6)} <= looks[0].keys()
+    assert {"held_out_greedy_acceptance/1", "held_out_simulated_tau"} <= looks[0].keys()
 
 
 def test_a_finished_run_is_skipped(

@@ -31,6 +31,7 @@ from training.held_out.rounds import Rounds, match_survival, walk
 from training.held_out.speedup import SpeedupPrediction
 from training.losses.chunked import CHUNK
 
+GREEDY = "greedy_acceptance"
 Evaluation = Callable[[], dict[str, float]]
 
 
@@ -108,6 +109,7 @@ class GreedyChain:
     def __call__(self) -> dict[str, float]:
         """Return `acceptance` (accepted / tested draft tokens), `block_efficiency` and `score`.
 
+        `greedy_acceptance/k` is the acceptance at depth k, from 1, of the depths that are reached.
         Block efficiency is tokens per target forward, the bonus included. The score is the
         predicted speedup if costs are known, with the figures of the prediction, and else the block
         efficiency.
@@ -118,6 +120,7 @@ class GreedyChain:
             "acceptance": rounds.acceptance,
             "block_efficiency": rounds.block_efficiency,
             "score": rounds.block_efficiency,
+            **rounds.acceptance_by_depth(GREEDY),
         }
         if self.prediction is None:
             return figures

@@ -39,6 +39,7 @@ from training.heads.build import build_head, shape_of
 from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target, check_start
 from training.heads.config import HeadJobConfig, describe_overridden
+from training.heads.depth_figures import DepthFigures
 from training.heads.dry_run import describe, dry_run, states_layout, token_flops
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
@@ -228,23 +229,22 @@ def make_evaluation(
     answers: Sequence[Sample],
     costs: Costs | None,
 ) -> Evaluation:
-    """Return the held-out evaluation: a chain on the target's answers, and accuracies by head.
+    """Return the held-out evaluation: a chain on the target's answers, and figures by depth.
 
     Accuracies are measured if there is held-out data, or if the drafter uses them, and a confidence
-    is calibrated if the head has one. On greedy
-    answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint,
-    with the costs of a round if they are known; trees are measured once, at the end.
+    is calibrated if the head has one. On greedy answers the chain's block efficiency equals that of
+    real decoding, so it selects the checkpoint, with the costs of a round if they are known; trees
+    are measured once, at the end.
     """
     config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
     length, longest = config.data.max_length, config.held_out.max_new_tokens
     evaluations: list[Evaluation] = [
         GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device, costs)
     ]
+    at_temperature = heads, config.held_out.temperature, length, parallel.device
+    evaluations.insert(0, DepthFigures(kind, head, states, answers, *at_temperature))
     if kind.has_confidence(head):
-        temperature = config.held_out.temperature
-        evaluations.insert(
-            0, Calibration(kind, head, states, answers, heads, temperature, length, parallel.device)
-        )
+        evaluations.insert(0, Calibration(kind, head, states, answers, *at_temperature))
     measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)

@@ -36,6 +36,14 @@ class Rounds:
         """Accepted over tested draft tokens."""
         return float(self.accepted_AK.sum() / max(1, self.tested_AK.sum()))
 
+    def acceptance_by_depth(self, name: str) -> dict[str, float]:
+        """Return `name/k`, the accepted over the tested draft tokens at each tested depth k."""
+        tested_K, accepted_K = self.tested_AK.sum(axis=0), self.accepted_AK.sum(axis=0)
+        pairs = enumerate(zip(accepted_K, tested_K, strict=True), start=1)
+        return {
+            f"{name}/{k}": float(accepted / tested) for k, (accepted, tested) in pairs if tested
+        }
+
     @property
     def block_efficiency(self) -> float:
         """Tokens per target forward, the bonus included."""
