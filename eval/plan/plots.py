@@ -1,8 +1,9 @@
-"""Pictures of a plan: needed acceptance by cost, predicted speedups, and the target's forwards."""
+"""Pictures of a plan: needed and expected acceptance, predicted speedups, and target forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from decoding.costs.prediction import Costs
 from eval.plan.curves import CHAIN
-from eval.plan.rows import NONE, Outlook, PlanRow, need
+from eval.plan.rows import MEASURED, NONE, Outlook, PlanRow, need, ranked
 from eval.report.plots import (
+    INK,
     MUTED,
+    SERIES,
     SETTINGS,
     Plot,
     Styles,
@@ -25,16 +28,69 @@ from eval.report.plots import (
 )
 
 STEPS = 61  # points of a line
+LANE = 0.17  # distance of a drafter's two markers from its line
 
 
 def plan_plots(outlook: Outlook, speedups: Sequence[float]) -> list[Plot]:
     """Return the pictures of a plan. speedups: those for which the acceptance is shown."""
     styles = drafter_styles({row.drafter: "" for row in outlook.rows})
-    found = [acceptance_by_cost(outlook, speedups, styles)]
+    found = [needed_and_accepted(outlook, speedups)]
+    found += [acceptance_by_cost(outlook, speedups, styles)]
     if outlook.knows_acceptance:
         found += [speedup_by_length(outlook.rows, styles)]
         found += [speedup_by_training(outlook.rows, styles)]
-    return [*found, target_forwards(outlook.V)]
+    return [*found, target_forwards(outlook)]
+
+
+@rc_context(SETTINGS)
+def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
+    """Plot what each candidate needs and, below it, the acceptance that it has or is expected to.
+
+    Both are rates that are equal at all depths, so that a drafter reaches the first of the speedups
+    where its second marker is not left of the first one.
+    """
+    rows, first, last = ranked(outlook.rows), speedups[0], speedups[-1]
+    title, x = "Acceptance that is needed and expected", "acceptance rate, equal at all depths"
+    axes = make_axes(title, x, height=1.1 + 0.36 * len(rows))
+    for place, row in enumerate(rows):
+        if row.unreliable:
+            axes.text(0.01, place, "unreliable costs", va="center", fontsize=9, color=MUTED)
+            continue
+        if row.needed is None:
+            words = f"never {first:g}x"
+            axes.text(1, place - LANE, words, va="center", ha="right", fontsize=9, color=SERIES[1])
+        else:
+            further = row.needs[-1].alpha
+            label, end = f"needs for {first:g}x", 1.0 if further is None else further
+            bounds = row.needed, min(row.needed, end), max(row.needed, end)
+            look: dict[str, Any] = {"marker": "D", "color": SERIES[1], "label": label}
+            _mark(axes, place - LANE, *bounds, **look)
+        if row.acceptance != NONE:
+            assert row.equal_alpha is not None
+            measured = row.acceptance == MEASURED
+            low, high = row.equal_alpha_low or 0.0, row.equal_alpha_high or row.equal_alpha
+            look = {"label": "measured" if measured else "predicted", "color": SERIES[0]}
+            look |= {"marker": "o", "markerfacecolor": SERIES[0] if measured else "white"}
+            _mark(axes, place + LANE, row.equal_alpha, low, high, **look)
+    axes.set_yticks(range(len(rows)), [shorten(row.drafter, 18) for row in rows])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(-0.02, 1.02)
+    axes.grid(axis="y", visible=False)
+    bars = f"The bar of the first marker reaches to what {last:g}x needs. " * (last != first)
+    known = "No acceptance of this target was measured yet."
+    if outlook.knows_acceptance:
+        known = (
+            f"A drafter reaches {first:g}x where its round marker is not left of the other one. "
+            f"Bars of predictions: two standard errors."
+        )
+    return make_plot(axes, f"{bars}{known}")
+
+
+def _mark(axes: Axes, y: float, x: float, low: float, high: float, **look: Any) -> None:
+    """Draw a marker at `x` with a bar from `low` to `high`."""
+    bars: Any = [[max(0.0, x - low)], [max(0.0, high - x)]]
+    axes.errorbar([x], [y], xerr=bars, linestyle="none", elinewidth=1, **look)
 
 
 @rc_context(SETTINGS)
@@ -127,10 +183,13 @@ def speedup_by_training(rows: Sequence[PlanRow], styles: Styles) -> Plot:
 
 
 @rc_context(SETTINGS)
-def target_forwards(V: dict[int, float]) -> Plot:
+def target_forwards(outlook: Outlook) -> Plot:
     """Plot the time of a target forward over its new tokens."""
+    V, t_1 = outlook.V, median(row.t_target_ms[1] for row in outlook.rows)
     axes = make_axes("Target forward by new tokens", "new tokens of a row", "V")
     axes.plot(list(V), list(V.values()), marker="o", color=MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.1 * max(V.values()))
-    return make_plot(axes, "V(n): time of a forward over n tokens, over that of one token.")
+    return make_plot(
+        axes, f"V(n): time of a forward over n tokens, over that of one token, {t_1:.3g} ms here."
+    )

@@ -16,6 +16,7 @@ from eval.plan.rows import (
     Outlook,
     PlanRow,
     best_trained,
+    ranked,
     worth_training,
 )
 from eval.report import text
@@ -71,9 +72,8 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
 def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
     """Return the table of all candidates, the fastest first."""
     worth = {row.drafter for row in worth_training(outlook.rows)}
-    ranked = sorted(outlook.rows, key=_rank)
     cells, marks = [], []
-    for row in ranked:
+    for row in ranked(outlook.rows):
         cell = {
             "drafter": row.drafter + " *" * (row.drafter in worth),
             "parameters": text.amount(row.parameters),
@@ -92,11 +92,6 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
         cells.append(cell)
         marks.append("bad" if row.speedup_high is not None and row.speedup_high < 1 else "")
     return make_table(subject(outlook, config), cells, marks, SPARE)
-
-
-def _rank(row: PlanRow) -> tuple[float, float]:
-    """Return what ranks by the predicted speedup or, without one, by the needed acceptance."""
-    return -(row.predicted_speedup or 0.0), 2.0 if row.needed is None else row.needed
 
 
 def _need(one: Need) -> str:

@@ -66,6 +66,9 @@ class PlanRow:
     predicted_speedup: float | None
     speedup_low: float | None  # at two standard errors of the acceptance
     speedup_high: float | None
+    equal_alpha: float | None  # rate, equal at all depths, that gives the predicted speedup
+    equal_alpha_low: float | None  # that gives speedup_low
+    equal_alpha_high: float | None
     tokens_per_second: float | None  # predicted
     training_tokens: int
     training_flop: float
@@ -136,7 +139,11 @@ def _row(
     def at_length(alpha_D: list[float]) -> float | None:
         return None if length is None else predicted_speedup(alpha_D, length, ratios)
 
-    speedup = at_length(middle)
+    speedup, slowest, fastest = at_length(middle), at_length(low), at_length(high)
+
+    def equal_alpha(speedup: float | None) -> float | None:
+        return None if speedup is None else need(speedup, ratios).alpha
+
     flop = one.flops_a_token * tokens
     cache = config.batch_size * (config.context + config.max_draft_tokens)
     return PlanRow(
@@ -164,8 +171,11 @@ def _row(
         num_draft_tokens=length,
         speedup_by_length=speedups,
         predicted_speedup=speedup,
-        speedup_low=at_length(low),
-        speedup_high=at_length(high),
+        speedup_low=slowest,
+        speedup_high=fastest,
+        equal_alpha=equal_alpha(speedup),
+        equal_alpha_low=equal_alpha(slowest),
+        equal_alpha_high=equal_alpha(fastest),
         tokens_per_second=None if speedup is None else baseline * speedup,
         training_tokens=tokens,
         training_flop=flop,
@@ -239,6 +249,17 @@ def pooled_rates(curves: Sequence[Curve]) -> list[float]:
             break
         found.append(accepted / tested)
     return found
+
+
+def ranked(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the rows, the fastest predicted first, and those without speedup by their need."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            -(row.predicted_speedup or 0.0),
+            2.0 if row.needed is None else row.needed,
+        ),
+    )
 
 
 def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:

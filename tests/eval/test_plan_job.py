@@ -18,7 +18,8 @@ from eval.plan.config import PlanConfig
 from eval.plan.costs import FILE, MeasuredCosts, open_target
 from eval.plan.curves import Curve, collect, read_curves, write_curves
 from eval.plan.job import PAGE, ROWS, run
-from eval.plan.rows import MEASURED, PREDICTED, PlanRow, row_of
+from eval.plan.plots import needed_and_accepted
+from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, ranked, row_of
 from eval.report.plots import Plot
 from eval.run import run as evaluate
 from eval.statistics.schema import read_rows
@@ -173,6 +174,54 @@ def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, t
         speeds.append(rows_in(folder)[0].tokens_per_second or 0)
     assert speeds == sorted(speeds)
     assert speeds[-1] > 1.5 * speeds[0], "a control: the acceptance counts"
+
+
+def test_a_drafter_pays_where_its_acceptance_reaches_what_it_needs(home: Path, tmp_path: Path):
+    """Check the rates, equal at all depths, that the picture compares."""
+    file = tmp_path / "acceptance.jsonl"
+    falling = {"alpha_by_depth": [0.9, 0.5, 0.1]}
+    write_curves(
+        file, [curve(home, "chain", 1, 0.9, **falling), curve(home, "medusa", 0, 0.9, **falling)]
+    )
+    asked = {"speedups": [0.2, 0.6, 1.0, 1.6, 9.0], "acceptance": str(file)}
+    paying = []
+    for row in rows_in(again(home, tmp_path, **asked)):
+        assert row.predicted_speedup is not None and row.equal_alpha is not None
+        assert (row.equal_alpha_low or 0) <= row.equal_alpha <= (row.equal_alpha_high or 0)
+        if row.acceptance == MEASURED and row.num_draft_tokens != 1:
+            assert row.equal_alpha < 0.89, "a control: the rate at depth 1 is not compared"
+        for one in row.needs:
+            pays = one.alpha is not None and row.equal_alpha >= one.alpha
+            assert pays == (row.predicted_speedup >= one.speedup)
+            paying.append(pays)
+    assert 0 < sum(paying) < len(paying)
+
+
+def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
+    found = rows_in(again(home, tmp_path, acceptance=str(file), speedups=[0.1, 0.2]))
+    rows = [dataclasses.replace(row, unreliable="") for row in found]
+    doubtful = dataclasses.replace(rows[1], unreliable="the machine was busy")
+    never = dataclasses.replace(rows[0], needs=[Need(9.0, None, None)] * 2)
+
+    def drawn(rows: list[PlanRow]) -> tuple[list[str], list[str]]:
+        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0})
+        plot = needed_and_accepted(outlook, [0.1, 0.2])
+        (axes,) = plot.figure.axes
+        assert [one.get_text() for one in axes.get_yticklabels()] == [
+            row.drafter for row in ranked(rows)
+        ]
+        labels = [str(one.get_label()) for one in axes.containers]
+        return sorted(labels), [text.get_text() for text in axes.texts]
+
+    needs = ["needs for 0.1x"]
+    assert drawn(rows) == (["measured"] * 2 + needs * 4 + ["predicted"] * 2, [])
+    assert drawn([rows[0], doubtful, *rows[2:]])[1] == ["unreliable costs"]
+    assert drawn([never, *rows[1:]]) == (
+        ["measured"] * 2 + needs * 3 + ["predicted"] * 2,
+        ["never 0.1x"],
+    )
 
 
 # ----------------------------------------------------------------------------------------- resuming
