@@ -72,7 +72,7 @@ def dry_parallel(config: Any, chosen: ParallelDraftingConfig, target_folder: Pat
     if not chosen.tokens:
         return
     note = (
-        f"note: parallel_drafting adds up to {_mask_tokens(chosen):.1f} mask tokens for each "
+        f"note: parallel_drafting adds up to {most_mask_tokens(chosen):.1f} mask tokens for each "
         f"supervised token, which this cost leaves out"
     )
     if has_tokenizer(target_folder):
@@ -83,7 +83,7 @@ def dry_parallel(config: Any, chosen: ParallelDraftingConfig, target_folder: Pat
     print(note)
 
 
-def _mask_tokens(chosen: ParallelDraftingConfig) -> float:
+def most_mask_tokens(chosen: ParallelDraftingConfig) -> float:
     """Return the most mask tokens that are trained for a supervised token."""
     retention = Retention(chosen.retain, chosen.retain_min)
     return sum(retention.share(depth) for depth in range(1, chosen.tokens))
@@ -100,7 +100,7 @@ def describe_mask_tokens(student: Any, chosen: ParallelDraftingConfig) -> str:
     tokens, mask_token = settings_of(student)
     return (
         f"parallel drafting: {tokens} tokens a forward, mask token {mask_token}; up to "
-        f"{_mask_tokens(chosen):.1f} mask tokens for each supervised token"
+        f"{most_mask_tokens(chosen):.1f} mask tokens for each supervised token"
     )
 
 

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 
 from decoding.drafters.build import choose_drafter, options_of, with_target_settings
+from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.drafters.registry import AUTO
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.draft_vocabulary import restrict_head
 from decoding.models.load import DTYPES
+from distill.config import ParallelDraftingConfig
 from distill.dry_run import training_flops
+from distill.parallel_drafting.setup import most_mask_tokens
 from distill.shapes import ALIGNED, refuse_wider, student_config
 from eval.plan.acceptance import Prospect
 from eval.plan.config import PlanConfig
-from eval.plan.curves import CHAIN, TREE
+from eval.plan.curves import CHAIN, PARALLEL, TREE
 from heads.registry import KINDS, kind_of
 from heads.train import schema_of
 from jobs.composing import compose_job
@@ -53,7 +56,7 @@ class Candidate:
     """A drafter that could be trained."""
 
     name: str
-    kind: str  # chain, or the kind of a head
+    kind: str  # chain, parallel, or the kind of a head
     draft_shape: str  # chain | tree
     layers: int  # of a pruned model; 0 for a head
     hidden_size: int  # of a pruned model; 0 for a head
@@ -64,6 +67,7 @@ class Candidate:
     longest: int  # draft
     shape: Mapping[str, Any]  # all sizes that its costs depend on
     write: Callable[[Path], None]  # writes a folder with random weights
+    use: str = ""  # name of its drafter; empty: what its folder holds decides
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -89,7 +93,8 @@ class Candidate:
 
     def load(self, folder: Path, target: Target) -> Drafter:
         """Load the drafter of a folder that `write` wrote, as eval.run loads a trained one."""
-        choice = choose_drafter({"use": str(folder)})
+        asked_for = {"use": self.use, "folder": str(folder)} if self.use else {"use": str(folder)}
+        choice = choose_drafter(asked_for)
         asked = {**choice.options, **self.fixed_options(choice.kind)}
         options = with_target_settings(
             choice.kind,
@@ -112,12 +117,14 @@ def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
     """
     student_config(StudentConfig(), target)  # refuses other families
     found = [
-        pruned_model(config, target, layers, width)
+        pruned_model(config, target, layers, width, shape)
         for width in config.widths
         for layers in config.depths
+        for shape in config.shapes
     ]
     for name in config.heads:
-        found += [trained_head(config, target, name, shape) for shape in config.shapes]
+        shapes = (shape for shape in config.shapes if shape != PARALLEL)
+        found += [trained_head(config, target, name, shape) for shape in shapes]
     names = [one.name for one in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{' and '.join(twice)} would be planned twice. Name each drafter once.")
@@ -155,16 +162,27 @@ def shape_of_width(layers: int, width: int, target: Any) -> StudentConfig:
     )
 
 
-def pruned_model(config: PlanConfig, target: Any, layers: int, width: int) -> Candidate:
-    """Return a model of some layers and a width of the target's, to be distilled."""
+def pruned_model(
+    config: PlanConfig, target: Any, layers: int, width: int, draft_shape: str
+) -> Candidate:
+    """Return a model of some layers and a width of the target's, to be distilled.
+
+    draft_shape: chain, tree, or parallel, a chain that it drafts in one forward (PARD).
+    """
     student: Any = student_config(shape_of_width(layers, width, target), target)
     refuse_wider(student, target)
     drafted = drafted_tokens(config, target.vocab_size)
     if drafted:
         student.draft_vocab_size, student.tie_word_embeddings = drafted, False
+    is_parallel, mask_tokens = draft_shape == PARALLEL, 0.0
+    if is_parallel:
+        mask_tokens = most_mask_tokens(ParallelDraftingConfig(tokens=config.max_draft_tokens))
 
     def write(folder: Path) -> None:
-        built = student_config(shape_of_width(layers, width, target), target)
+        built: Any = student_config(shape_of_width(layers, width, target), target)
+        if is_parallel:
+            values = (target.vocab_size - 1, config.max_draft_tokens)
+            vars(built).update(zip((MASK_TOKEN, TRAINED_TOKENS), values, strict=True))
         torch.manual_seed(0)
         model = random_model(built, DTYPES[config.target.dtype])
         if drafted:
@@ -173,18 +191,21 @@ def pruned_model(config: PlanConfig, target: Any, layers: int, width: int) -> Ca
 
     widths = target_widths(student)
     return Candidate(
-        name=f"{layers_of(student)}, width {widths['hidden_size']}",
-        kind=CHAIN,
-        draft_shape=CHAIN,
+        name=f"{layers_of(student)}, width {widths['hidden_size']}"
+        + f" {draft_shape}" * (draft_shape != CHAIN),
+        kind=PARALLEL if is_parallel else CHAIN,
+        draft_shape=TREE if draft_shape == TREE else CHAIN,
         layers=layers,
         hidden_size=widths["hidden_size"],
         draft_vocab_size=drafted,
         parameters=parameter_counts(student)["all"],
         cache_bytes_a_token=cache_bytes_per_token(student, DTYPES[config.target.dtype].itemsize),
-        flops_a_token=training_flops(student, target),
+        # the student reads the mask tokens too, and the target does not
+        flops_a_token=training_flops(student, target) + mask_tokens * training_flops(student),
         longest=config.max_draft_tokens,
         shape={**sizes_of(student), "rows": head_rows(student)},
         write=write,
+        use="ranked_tree" if draft_shape == TREE else "",
     )
 
 

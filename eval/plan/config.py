@@ -28,7 +28,8 @@ class PlanConfig(JobConfig):
     widths: list[int] = field(default_factory=lambda: [0])
     # kinds of heads, as in heads.train head=NAME, with the options of conf/head/NAME.yaml
     heads: list[str] = field(default_factory=lambda: ["recurrent", "medusa", "eagle3", "dflash"])
-    # shapes of the heads' drafts: chain | tree (of the heads that can)
+    # shapes of the drafts: chain | tree (of pruned models, and of the heads that can) | parallel
+    # (chains that a pruned model drafts in one forward, as PARD)
     shapes: list[str] = field(default_factory=lambda: ["chain"])
     # tokens that the drafters propose; 0, or the target's vocabulary and more: all
     draft_vocab_size: int = 8192

@@ -30,6 +30,7 @@ from jobs.run_lock import MANIFEST
 from jobs.saved_config import read_config
 
 CHAIN, PARALLEL, TREE = "chain", "parallel", "tree"
+SHAPES = (CHAIN, TREE, PARALLEL)  # of drafts to plan
 MODELS = (CHAIN, PARALLEL)  # kinds with layers and a hidden size of their own
 EVALUATION, TRAINING = "eval.run", "training"
 # rules of verification whose acceptance is that of p / q at temperatures above 0

@@ -15,7 +15,7 @@ from decoding.values import check_settings
 from eval.plan.candidates import Candidate, candidates
 from eval.plan.config import PlanConfig
 from eval.plan.costs import CostFile, capacity, check_memory, has_weights, open_target
-from eval.plan.curves import CHAIN, TREE, Curve, collect, merge, read_curves, write_curves
+from eval.plan.curves import PARALLEL, SHAPES, Curve, collect, merge, read_curves, write_curves
 from eval.plan.report import advice, plan_page, print_plan
 from eval.plan.rows import Outlook, build_outlook
 from eval.report.text import count_label
@@ -80,11 +80,17 @@ def check(config: PlanConfig) -> None:
         ),
         (
             "shapes",
-            bool(config.shapes) and {*config.shapes} <= {CHAIN, TREE},
-            f"{CHAIN}, {TREE} or both",
+            bool(config.shapes)
+            and {*config.shapes} <= {*SHAPES}
+            and bool({*config.shapes} - {PARALLEL} or (config.depths and config.widths)),
+            f"one or more of {', '.join(SHAPES)}; {PARALLEL} is for pruned models alone",
         ),
         ("draft_vocab_size", config.draft_vocab_size >= 0, "1 or more, or 0 for all tokens"),
-        ("max_draft_tokens", config.max_draft_tokens >= 1, "1 or more"),
+        (
+            "max_draft_tokens",
+            config.max_draft_tokens >= 1 + (PARALLEL in config.shapes),
+            f"2 or more with shapes={PARALLEL}" if PARALLEL in config.shapes else "1 or more",
+        ),
         ("batch_size", config.batch_size >= 1, "1 or more"),
         ("context", config.context >= 2, "2 or more"),
         (

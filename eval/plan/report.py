@@ -16,6 +16,7 @@ from eval.plan.rows import (
     Outlook,
     PlanRow,
     best_trained,
+    is_trained,
     ranked,
     worth_training,
 )
@@ -59,12 +60,18 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
     if not chosen:
         found.append("No other drafter is predicted to be faster: train nothing.")
     for number, row in enumerate(chosen):
+        expected = (
+            f"{_interval(row)} predicted{_doubt(row)} at draft length {row.num_draft_tokens}, "
+            f"{row.tokens_per_second:,.0f} tokens/s"
+        )
+        if is_trained(row, rows):
+            found.append(f"Evaluate {row.drafter}, whose weights are trained: {expected}.")
+            continue
         start = "Train" if not number else "Or, for less training, train"
         found.append(
-            f"{start} {row.drafter}: {_interval(row)} predicted{_doubt(row)} at draft length "
-            f"{row.num_draft_tokens}, {row.tokens_per_second:,.0f} tokens/s, after "
-            f"{operations(row.training_flop)} on {row.training_tokens:,} tokens, "
-            f"{hours(3600 * row.training_hours)} at {config.assumed_tflops:g} TFLOP/s."
+            f"{start} {row.drafter}: {expected}, after {operations(row.training_flop)} on "
+            f"{row.training_tokens:,} tokens, {hours(3600 * row.training_hours)} at "
+            f"{config.assumed_tflops:g} TFLOP/s."
         )
     return found
 
@@ -161,6 +168,12 @@ def notes_of(outlook: Outlook) -> list[str]:
         found.append(
             f"The known drafters were trained on {least:,} to {most:,} tokens, so for {tokens:,} "
             f"the acceptance of {nearest:,} is predicted."
+        )
+    shapes = {row.draft_shape for row in outlook.rows if row.acceptance == PREDICTED}
+    if TREE in shapes and all(one.draft_shape != TREE for one in outlook.curves):
+        found.append(
+            "No tree of this target was evaluated yet, so a tree's acceptance is predicted as that "
+            "of a chain, which is too low."
         )
     if outlook.error is not None:
         error = f"a standard error of {outlook.error:.2f} in its log-odds"

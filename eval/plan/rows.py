@@ -79,6 +79,11 @@ class PlanRow:
         """The acceptance rate for the first of the speedups."""
         return self.needs[0].alpha
 
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        """What is trained: chains and trees of the same weights have it in common."""
+        return self.kind, self.layers, self.hidden_size, self.draft_vocab_size
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -268,12 +273,18 @@ def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:
     return max(trained, key=lambda row: row.predicted_speedup or 0.0, default=None)
 
 
+def is_trained(row: PlanRow, rows: Sequence[PlanRow]) -> bool:
+    """Return whether the acceptance of these weights was measured, in any shape of drafts."""
+    return any(one.acceptance == MEASURED and one.weights == row.weights for one in rows)
+
+
 def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Return the candidates to train, the one with the largest predicted speedup first.
 
     It must be faster than no drafter and than every trained one. The others reach its speedup at
-    their upper bound, and each of them trains in fewer FLOPs than those before it. Where no
-    acceptance is known, the result is the candidate that needs the least.
+    their upper bound, and each of them trains in fewer FLOPs than those before it; a tree whose
+    weights were evaluated as a chain needs none. Where no acceptance is known, the result is the
+    candidate that needs the least.
     """
     if all(row.acceptance == NONE for row in rows):
         able = [row for row in rows if row.needed is not None]
@@ -283,9 +294,13 @@ def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
     new = [row for row in rows if row.acceptance == PREDICTED]
     faster = [row for row in new if (row.predicted_speedup or 0.0) > to_beat]
     chosen: list[PlanRow] = []
+
+    def cost(row: PlanRow) -> float:
+        return 0.0 if is_trained(row, rows) else row.training_flop
+
     for row in sorted(faster, key=lambda row: -(row.predicted_speedup or 0.0)):
         close = not chosen or (row.speedup_high or 0.0) >= (chosen[0].predicted_speedup or 0.0)
-        if close and all(row.training_flop < other.training_flop for other in chosen):
+        if close and all(cost(row) < cost(other) for other in chosen):
             chosen.append(row)
     return chosen
 

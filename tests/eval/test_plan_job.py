@@ -19,6 +19,7 @@ from eval.plan.costs import FILE, MeasuredCosts, open_target
 from eval.plan.curves import Curve, collect, read_curves, write_curves
 from eval.plan.job import PAGE, ROWS, run
 from eval.plan.plots import needed_and_accepted
+from eval.plan.report import advice, notes_of
 from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, ranked, row_of
 from eval.report.plots import Plot
 from eval.run import run as evaluate
@@ -282,15 +283,60 @@ def test_a_configuration_alone_is_planned_with_random_weights(home: Path, tmp_pa
     assert "random weights" in (done / PAGE).read_text()
 
 
-def test_trees_are_planned_of_heads_that_grow_them(home: Path, tmp_path: Path, capsys: Any):
+def test_all_shapes_of_drafts_are_planned(home: Path, tmp_path: Path, capsys: Any):
+    """Plan pruned models as chains, trees and PARD, and the trees of heads that grow them."""
     heads = ["eagle3", "early_exit"]
-    done = run(config(home, "", output_dir=str(tmp_path / "trees"), depths=[], heads=heads,
-                      shapes=["chain", "tree"]))  # fmt: skip
-    rows = {row.drafter: row for row in rows_in(done)}
-    assert list(rows) == ["eagle3", "eagle3 tree", "early_exit"]
-    assert rows["eagle3 tree"].nodes[2] > 2
-    assert rows["eagle3"].nodes == {1: 1, 2: 2, 3: 3}
+    asked = config(home, "", output_dir=str(tmp_path / "shapes"), depths=[1], heads=heads,
+                   shapes=["chain", "tree", "parallel"])  # fmt: skip
+    rows = {row.drafter: row for row in rows_in(run(asked))}
+    model = "1 layer, width 32"
+    assert list(rows) == [
+        *(model, f"{model} tree", f"{model} parallel"),
+        *("eagle3", "eagle3 tree", "early_exit"),
+    ]
     assert "early_exit tree is left out" in capsys.readouterr().out
+    for name in ("eagle3", model):
+        assert rows[f"{name} tree"].nodes[2] > 2
+        assert rows[name].nodes == {1: 1, 2: 2, 3: 3}
+        assert rows[f"{name} tree"].weights == rows[name].weights
+        assert rows[f"{name} tree"].training_flop == rows[name].training_flop
+    parallel = rows[f"{model} parallel"]
+    assert (parallel.kind, parallel.draft_shape, parallel.nodes) == (
+        "parallel",
+        "chain",
+        rows[model].nodes,
+    )
+    assert parallel.one_pass and not rows[model].one_pass
+    assert parallel.training_flop > rows[model].training_flop, "it reads mask tokens too"
+    assert parallel.weights != rows[model].weights
+
+
+def test_a_tree_of_trained_weights_needs_no_training(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
+    asked = config(home, "", acceptance=str(file))
+    found = rows_in(again(home, tmp_path, acceptance=str(file)))
+
+    def outlook(*rows: PlanRow) -> Outlook:
+        return Outlook([*rows], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0})
+
+    def with_speed(row: PlanRow, speedup: float, **changes: Any) -> PlanRow:
+        speeds = {"predicted_speedup": speedup, "speedup_low": speedup, "speedup_high": 2.2}
+        return dataclasses.replace(row, unreliable="", **speeds, **changes)
+
+    chain, other = with_speed(found[0], 1.1), with_speed(found[1], 2.0)
+    tree = with_speed(found[0], 1.5, drafter="its tree", draft_shape="tree", acceptance=PREDICTED)
+    assert (chain.acceptance, other.acceptance) == (MEASURED, PREDICTED)
+    lines = advice(outlook(chain, other, tree), asked)
+    assert any(line.startswith("Train 2 layers, width 32: 2.00x") for line in lines)
+    assert any(line.startswith("Evaluate its tree, whose weights are trained: ") for line in lines)
+    untrained = dataclasses.replace(tree, layers=3)
+    lines = advice(outlook(chain, other, untrained), asked)
+    assert any(line.startswith("Or, for less training, train its tree: ") for line in lines)
+    assert not any("Evaluate" in line for line in lines), "a control: other weights"
+    notes = " ".join(notes_of(outlook(chain, tree)))
+    assert "No tree of this target was evaluated yet" in notes
+    assert "No tree" not in " ".join(notes_of(outlook(chain, other)))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -319,7 +365,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown head": ({"heads": ["egale3"]}, "'egale3' is no kind of head.*nearest is 'eagle3'"),
     "a head twice": ({"heads": ["medusa", "medusa"]}, "medusa would be planned twice"),
     "a wider model": ({"widths": [64]}, "student.hidden_size is 64, expected at most"),
-    "an odd shape": ({"shapes": ["bush"]}, "shapes is .*bush.*expected chain, tree or both"),
+    "an odd shape": ({"shapes": ["bush"]}, "shapes is .*bush.*one or more of chain, tree, paral"),
+    "parallel heads": ({"shapes": ["parallel"], "depths": []}, "parallel is for pruned models al"),
+    "one parallel token": (
+        {"shapes": ["parallel"], "max_draft_tokens": 1},
+        "max_draft_tokens is 1, expected 2 or more with shapes=parallel",
+    ),
     "no drafter": ({"heads": [], "depths": []}, "combine to no drafter"),
     "no layer": ({"depths": [0]}, "depths is .*expected whole numbers from 1 up"),
     "a large batch": ({"batch_size": 10**8}, "rows of 90 tokens.*are free. Lower batch_size"),
