@@ -15,6 +15,7 @@ from decoding.costs.prediction import iso_cost_ratio
 from eval.report.plots import (
     INK,
     MUTED,
+    PAGE,
     SETTINGS,
     Plot,
     Style,
@@ -72,7 +73,7 @@ def _label(entry: Entry) -> str:
 
 def _point(axes: Axes, x: float, entry: Entry, style: Style, label: str, hollow: bool) -> None:
     look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 6}
-    look["markerfacecolor"] = "white" if hollow else style.colour
+    look["markerfacecolor"] = PAGE if hollow else style.colour
     draw_errorbar(axes, [x], [entry.ranked_speedup], linestyle="none", label=label, **look)
 
 
@@ -128,7 +129,7 @@ def acceptance(panel: Panel, styles: Styles) -> Plot:
     x = "cost ratio c: a draft step over a target step"
     axes = make_axes(f"Acceptance against cost: {panel.label}", x, "acceptance rate alpha")
     widest = 1.3 * max(entry.row.cost_ratio for entry in drawn)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    box = {"facecolor": PAGE, "edgecolor": "none", "pad": 0.8}
     text: dict[str, Any] = {"fontsize": 8.5, "color": MUTED, "va": "center", "ha": "center"}
     for level, c_A, alpha_A in iso_speedup_curves(drawn, widest):
         colour, width = (INK, 1.2) if level == 1 else (MUTED, 0.8)

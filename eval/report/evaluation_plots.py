@@ -14,6 +14,7 @@ from decoding.schedules.by_name import SCHEDULES
 from eval.report.plots import (
     INK,
     MUTED,
+    REST,
     SERIES,
     SETTINGS,
     Plot,
@@ -96,12 +97,14 @@ def time_per_token(rows: Sequence[Row], label: str) -> Plot:
     title = f"Where the time of a token goes: {label}"
     axes = make_axes(title, "ms per emitted token", height=0.9 + 0.36 * len(names))
     left = np.zeros(len(names))
-    looks = (("drafting", SERIES[1]), ("target", SERIES[0]), ("the rest", "#c9c8c2"))
+    looks = (("drafting", SERIES[1]), ("target", SERIES[0]), ("the rest", REST))
     for (name, colour), widths in zip(looks, np.array(costs).clip(min=0).T, strict=True):
         axes.barh(range(len(names)), widths, left=left, height=0.58, color=colour, label=name)
         left += widths
     for index, total in enumerate(left):
-        axes.text(total, index, f" {total:.2f}", va="center", fontsize=9.5)
+        axes.annotate(
+            f"{total:.2f}", (total, index), (4, 0), textcoords="offset points", va="center"
+        )
     axes.set_yticks(range(len(names)), [shorten(name, 18) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()

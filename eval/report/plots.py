@@ -22,8 +22,14 @@ from matplotlib.figure import Figure
 
 from eval.statistics.metrics import Interval
 
-INK, MUTED, RULE = "#1c1d1f", "#6a6c70", "#e2e1dc"
-SERIES = ["#2860a8", "#d0782a", "#2d8a68", "#9a4f96", "#8a7a1f", "#57606a"]
+# Colours as PNG files show them. In pages, templates/report.css sets the variable of each name, for
+# light and dark windows.
+COLOURS = {
+    **{"page": "#ffffff", "ink": "#1c1d1f", "muted": "#5f6165", "rule": "#e2e1dc"},
+    **{"series-1": "#2860a8", "series-2": "#b96413", "series-3": "#2d8a68"},
+    **{"series-4": "#9a4f96", "series-5": "#8a7a1f", "series-6": "#57606a", "rest": "#94938d"},
+}
+PAGE, INK, MUTED, RULE, *SERIES, REST = COLOURS.values()
 MARKERS = ["o", "s", "^", "D", "v", "P"]
 SETTINGS: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 10, "text.color": INK},
@@ -77,12 +83,14 @@ class Plot:
 
     @property
     def svg(self) -> Markup:
-        """SVG element that uses the page's fonts and has ids that are unique on the page."""
+        """SVG element with the page's fonts and colours, and ids that are unique on the page."""
         drawn = io.StringIO()
         with rc_context(SETTINGS):
             self.figure.savefig(drawn, format="svg", metadata={"Date": None})
         element = re.sub(r"<metadata>.*?</metadata>", "", drawn.getvalue(), flags=re.S)
         element = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>f{next(_serial)}-", element)
+        for name, colour in COLOURS.items():
+            element = element.replace(f": {colour}", f": var(--{name})")
         box = re.search(r'viewBox="[^"]+"', element)
         assert box is not None, "matplotlib writes a viewBox"
         inside = element[element.index(">", box.start()) + 1 :]

@@ -14,7 +14,7 @@ from eval.report import evaluation_tables as tables
 from eval.report import text as texts
 from eval.report.evaluation_plots import speedup_by_gamma
 from eval.report.page import evaluation_page as page
-from eval.report.plots import drafter_styles
+from eval.report.plots import COLOURS, drafter_styles
 from eval.report.terminal import print_evaluation
 from eval.statistics.metrics import MIN_PROMPTS
 from eval.statistics.schema import write_rows
@@ -184,6 +184,20 @@ def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
     assert len(drawings) == 8
     for drawing in drawings:
         assert re.match(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', drawing)
+
+
+def test_plots_take_all_colours_from_the_page_which_has_them_light_and_dark(html):
+    drawings = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.S))
+    assert not re.search(r": #[0-9a-f]{3}", drawings), "no colour of one theme alone"
+    used = set(re.findall(r"var\(--([\w-]+)\)", drawings))
+    assert {"page", "ink", "muted", "series-1", "series-2", "rest"} <= used
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w+);", block))
+        for block in re.findall(r":root \{(.*?)\}", html, flags=re.S)
+    )
+    assert light.keys() == dark.keys() >= used
+    assert all(light[name] == colour for name, colour in COLOURS.items()), "PNG files look alike"
+    assert all(light[name] != dark[name] for name in light)
 
 
 def test_a_single_prompt_is_not_plural(rows, records, html):
