@@ -11,6 +11,7 @@ from decoding.models.folder import CARD, read_json
 from jobs.paths import name_anywhere
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
+from training.model_card import OURS, TRANSFORMERS, front_matter
 from training.models.shapes import WIDTHS
 
 # Draft length in generation_config.json and launch lines if no costs were measured. The best one
@@ -178,12 +179,8 @@ def format_readme(card: dict[str, Any]) -> str:
     """Return the README of a drafter folder, with front matter for the Hugging Face Hub."""
     shape = card["shape"]
     layers = f"{shape['num_hidden_layers']} layer{'s' if shape['num_hidden_layers'] != 1 else ''}"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [speculative-decoding, drafter]
----
-# {card["name"]}
+    library = OURS if card.get("draft_vocabulary") else TRANSFORMERS
+    return f"""{front_matter(card, library)}# {card["name"]}
 
 A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
 {training_on_card(card)}. Held-out: {figures_on_card(card)}.

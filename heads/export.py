@@ -5,7 +5,6 @@ those of the kinds of heads (`HeadKind.contract`).
 """
 
 import json
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +27,11 @@ from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from decoding.values import check_choice
 from heads.registry import kind_in
 from jobs.files import write_text
-from jobs.paths import name_anywhere
 from training.heads.checkpoint import FolderLayout, check_sizes, write_head_files
+from training.heads.folder import launch_blocks
 from training.heads.kind import HeadKind
 from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY, Contract, put, rename
+from training.model_card import OURS, front_matter
 from training.models.build import known_config
 
 
@@ -139,22 +139,12 @@ def readme(
     """
     assert kind.contract is not None
     about = {"target": "TARGET", "num_draft_tokens": 0, **card, "shape": vars(shape)}
-    parts, target = kind.readme(about), shlex.quote(name_anywhere(about["target"]))
-    blocks = [("Shallow Draft", "run", parts.launch[0])]
-    for server in kind.contract.servers:
-        served = server.launch_of(target, layout, shape, about["num_draft_tokens"])
-        loads = not server.lacks(tensors, shape) and not server.misread_layers(values, shape)
-        if served is not None and loads:
-            tested = "run" if served.was_run else "by form, not run"
-            blocks.append((server.name, tested, served.command))
-    lines = "\n\n".join(
-        f"**{name}** ({tested})\n\n```bash\n{command}\n```" for name, tested, command in blocks
+    parts = kind.readme(about)
+    lines = launch_blocks(
+        kind.contract.servers, shape, layout, about, parts.launch[:1], values, tensors
     )
     unknown = "" if "target" in card else " Put the target's path in the place of TARGET."
-    return f"""---
-tags: [speculative-decoding, drafter, {parts.tag}]
----
-# {card.get("name", kind.name)} in the layout {layout}
+    return f"""{front_matter(about, OURS, parts.tag)}# {card.get("name", kind.name)} in the layout {layout}
 
 {parts.title} for `{about["target"]}`: {parts.form}.
 It only proposes tokens; the target decides every one of them, so the output is the target's. It reads that target's {parts.reads},

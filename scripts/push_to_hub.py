@@ -24,7 +24,7 @@ import httpx2
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 from safetensors import SafetensorError, safe_open
 
 from decoding.errors import UserError, without_stop
@@ -32,15 +32,15 @@ from decoding.models.folder import CARD, read_json
 from distill.drafter_folder import MOVED
 from eval.report.model_card import FIGURES, README, hashes_of, make_card, without_folders
 from eval.statistics.comparison.evaluations import find_runs
-from jobs.config import plain, typed
-from jobs.help import field_docs
 from jobs.paths import name_anywhere
+from scripts.options import describe_options, read_options
 from scripts.usage import show_usage
 
 # Files of a model folder; others stay here and are listed.
 KINDS = re.compile(
     r".+\.(safetensors|json|jinja|model|md)|merges\.txt|vocab\.txt|LICENSE.*|NOTICE.*", re.ASCII
 )
+FIGURE = re.compile(rf"{FIGURES}/\d+\.png")  # a plot of the card
 TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|rng_state|random_states|scaler|trainer_state|training_args|zero_pp_rank"
     r"|global_step|checkpoint).*|.+\.(pt|pth|bin|ckpt|pkl|pickle|distcp|npz)",
@@ -70,7 +70,8 @@ class Options:
     # finished run folders of eval.run, or globs, whose figures and plots the card shows
     runs: list[str] = field(default_factory=list)
     target: str = ""  # name of the target on the Hub; empty: the card's target, if it is one
-    license: str = ""  # the Hub's identifier of a licence, such as apache-2.0; empty: not stated
+    # the Hub's identifier of a licence, such as apache-2.0; empty: the one on the card
+    license: str = ""
     private: bool = True  # make a new repository private
     out: str = ""  # new folder for what would be uploaded, to look at; empty: none is kept
     push: bool = False  # upload; false: a dry run
@@ -102,7 +103,10 @@ def prepare(options: Options, staging: Path) -> Plan:
     kept, left_out = select_files(folder)
     runs = find_runs(options.runs) if options.runs else []
     made = make_card(folder, runs, target, options.license)
+    if made.figures:  # the folder's are those of earlier measurements
+        kept = [name for name in kept if not FIGURE.fullmatch(name)]
     for name in kept:
+        (staging / name).parent.mkdir(exist_ok=True)
         (staging / name).symlink_to((folder / name).resolve())
     published = {
         README: rename_target(made.text, str(card["target"]), target),
@@ -179,6 +183,8 @@ def select_files(folder: Path) -> tuple[list[str], list[str]]:
             refused.append(f"{name} (a training state or a pickle)")
         elif path.is_dir():
             continue
+        elif FIGURE.fullmatch(name):
+            kept.append(name)
         elif path.parent != folder or path.name.startswith(".") or not KINDS.fullmatch(path.name):
             left_out.append(f"{name} (not a file of a model)")
         else:
@@ -292,28 +298,11 @@ def run(options: Options) -> str:
         return f"uploaded: {push(options, staging)}"
 
 
-def read_options(arguments: Sequence[str]) -> Options:
-    """Return the options of `KEY=VALUE` arguments. Raises UserError for unknown ones."""
-    given = OmegaConf.from_cli(list(arguments))
-    assert isinstance(given, DictConfig)
-    return typed(given, Options)
-
-
-def usage() -> str:
-    """Return the docstring, and every option with its default and meaning."""
-    defaults = plain(Options())
-    lines = [
-        f"  {f'{key}={str(defaults[key]).lower()}':<18}  {doc}"
-        for key, doc in field_docs(Options).items()
-    ]
-    return "\n".join([(__doc__ or "").strip(), "", "Options, with their defaults:", *lines])
-
-
 def main() -> None:
     """Run with the options on the command line."""
-    show_usage(usage())
+    show_usage(describe_options(__doc__, Options))
     try:
-        print(run(read_options(sys.argv[1:])))
+        print(run(read_options(Options, sys.argv[1:])))
     except UserError as error:
         sys.exit(f"error: {error}")
 

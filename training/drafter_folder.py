@@ -24,6 +24,7 @@ from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
 from training.held_out.speedup import COST_RATIO, LENGTH, SPEEDUP, UNRELIABLE, selecting_figure
+from training.model_card import license_of
 from training.on_policy import OnPolicyOptions
 
 _SAFETENSORS_NAMES = {
@@ -259,6 +260,7 @@ def write_card(
         "target": origin.target,
         "target_hash": hash_input(origin.target_folder) if origin.trained else None,
         "drafter_hash": hash_input(folder) if origin.trained else None,
+        "license": license_of(origin.target_folder),
         "num_draft_tokens": origin.draft_tokens,
         **about,
         "data": origin.data,

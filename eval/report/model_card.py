@@ -17,10 +17,12 @@ from eval.report.evaluation_tables import by_condition, result_cells
 from eval.report.text import count_label, prompts_label, warnings
 from eval.statistics.comparison.evaluations import Evaluation, labels_of, read_evaluation
 from eval.statistics.schema import Row, main_rows, read_rows
+from training.model_card import read_front_matter
 
 README = "README.md"
 FIGURES = "figures"  # folder of the plots in the repository
-_FRONT = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)
+# a section that an earlier run of these functions wrote, up to the next one
+_MEASURED_SECTION = re.compile(r"\n## Measured\n.*?(?=\n## |\Z)", re.DOTALL)
 # columns of the table, from those of an evaluation's page
 _COLUMNS = ("speedup [95 %]", "not looping", "gamma", "alpha", "tau", "c", "output")
 _METRICS = {"speedup": "speedup", "acceptance rate": "alpha", "block efficiency": "tau"}
@@ -39,6 +41,7 @@ def make_card(
 ) -> ModelCard:
     """Return the card of a drafter folder: its README with front matter, measurements and plots.
 
+    Measurements that the README has already are replaced by those of `runs`, and kept without any.
     runs: finished run folders of eval.run that measured these weights. base_model: name of the
     target on the Hub; empty: none is stated. license_name: the Hub's identifier; empty: none.
     Raises UserError for a folder without a README, and for a run of other weights.
@@ -54,6 +57,7 @@ def make_card(
     if base_model:
         front["base_model"] = base_model
     if license_name:
+        front = {key: value for key, value in front.items() if not key.startswith("license_")}
         front["license"] = license_name
     sections, figures = [], dict[str, bytes]()
     for one in measured:
@@ -64,27 +68,10 @@ def make_card(
         name = str(front.get("model_name") or _title(body) or folder.name)
         results = [_result(row) for one in measured for row in one.shown]
         front["model-index"] = [{"name": name, "results": results}]
-        body = f"{body.rstrip()}\n\n## Measured\n\n" + "\n\n".join(sections) + "\n"
+        body = _MEASURED_SECTION.sub("", body).rstrip()
+        body += "\n\n## Measured\n\n" + "\n\n".join(sections) + "\n"
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return ModelCard(f"---\n{head}---\n{body}", figures)
-
-
-def read_front_matter(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the front matter of a README and the text after it.
-
-    Raises UserError for front matter that is no YAML mapping.
-    """
-    text = path.read_text(encoding="utf-8")
-    found = _FRONT.match(text)
-    if not found:
-        return {}, text
-    try:
-        front = yaml.safe_load(found[1]) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: the front matter between --- is not YAML ({error}).") from error
-    if not isinstance(front, dict):
-        raise UserError(f"{path}: the front matter is a {type(front).__name__}, expected keys.")
-    return front, text[found.end() :]
 
 
 def hashes_of(folder: Path) -> set[str]:

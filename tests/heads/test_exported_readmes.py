@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from decoding.models.folder import load_state
 from heads.export import export
 from tests.heads import law_6
 from tests.heads.published import config_of, saved
+from training.drafter_folder import Provenance
+from training.heads.folder import write_card
 
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 
 
 def commands(readme: str) -> dict[str, tuple[str, str]]:
     """Return engine -> how its command was tested, and the command."""
-    blocks = re.findall(r"^\*\*(.+)\*\* \((.+)\)\n\n```bash\n(.+)\n```$", readme, re.M)
-    return {name: (tested, command) for name, tested, command in blocks}
+    blocks = re.findall(r"^\*\*(.+)\*\* \((.+)\)\n\n```bash\n((?:.+\n)+)```$", readme, re.M)
+    return {name: (tested, command.rstrip()) for name, tested, command in blocks}
 
 
 def exported(tmp_path: Path, layout: str, name: str, target: bool = False, **fields: Any) -> str:
@@ -76,6 +80,7 @@ def test_the_draft_lengths_are_those_of_the_head_and_its_card(tmp_path: Path) ->
 def test_a_readme_names_the_head_the_layout_and_what_servers_ignore(tmp_path: Path) -> None:
     text = exported(tmp_path, "speculators", "p_eagle with a draft vocabulary")
     for words in (
+        "license: unknown\nlibrary_name: shallow-draft\npipeline_tag: text-generation\n"
         "tags: [speculative-decoding, drafter, p_eagle]",
         "# mine in the layout speculators",
         "A P-EAGLE head (arXiv 2602.01469) for `some/model`: one decoder layer on",
@@ -105,3 +110,33 @@ def test_a_command_needs_the_rows_that_the_server_needs(tmp_path: Path) -> None:
     assert VLLM in commands((tmp_path / "more/out/README.md").read_text())
     assert "lm_head.weight" in load_file(tmp_path / "more/out/model.safetensors")
     assert config_of(tmp_path / "more/out") == config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("eagle3", {VLLM: "run", SGLANG: "by form, not run"}),
+        ("p_eagle", {VLLM: "run"}),
+        ("medusa", {VLLM: "run"}),
+        ("dflash", {VLLM: "run", SGLANG: "by form, not run"}),
+        ("dflash with a draft vocabulary", {}),
+        ("domino", {}),
+        ("early exit", {}),
+    ],
+)
+def test_a_trained_heads_readme_marks_its_commands_too(
+    name: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    row, folder = saved(tmp_path, name)
+    shape = row.shape(law_6.target().config)
+    loss, data = {"name": "forward_kl"}, {"sources": ["hf:owner/chats"]}
+    origin = Provenance("mine", "some/model", folder, data, loss, {}, draft_tokens=5)
+    count = sum(each.numel() for each in load_state(folder).values())
+    write_card(row.kind, folder, shape, count, origin)
+    text = (folder / "README.md").read_text()
+    found = commands(text)
+    assert found.pop("Shallow Draft")[0] == "run"
+    assert {engine: tested for engine, (tested, _) in found.items()} == expected
+    assert text.count("```bash") == 1 + len(expected), "no command is without a mark"
+    made = ModelCard(text).data
+    assert (made.base_model, made.datasets) == ("some/model", ["owner/chats"])

@@ -18,7 +18,8 @@ from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_json
 from distill.drafter_folder import format_readme
 from scripts import push_to_hub
-from scripts.push_to_hub import Options, read_options, run
+from scripts.options import read_options
+from scripts.push_to_hub import Options, run
 from tests.support import simulated_runs
 from tests.support.simulated_comparisons import SHALLOW
 
@@ -157,9 +158,9 @@ def test_a_repository_needs_an_owner(folder: Path, name: str) -> None:
 
 def test_unknown_options_name_the_nearest() -> None:
     with pytest.raises(UserError, match="license"):
-        read_options(["folder=x", "repo=a/b", "licence=mit"])
+        read_options(Options, ["folder=x", "repo=a/b", "licence=mit"])
     with pytest.raises(UserError, match="no value for folder, repo"):
-        read_options([])
+        read_options(Options, [])
 
 
 def measured(folder: Path, home: Path) -> Path:
