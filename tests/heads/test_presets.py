@@ -110,3 +110,25 @@ def test_block_presets_differ_in_their_files_alone():
         assert kind is kind_of("block") and kind.name == "block"
     other = {"job": "distill.train", "kind": "dflash"}
     assert upgrade_config(other)["kind"] == "dflash", "control"
+
+
+PUBLISHED = {
+    "eagle3": {"loss.predict_n_tokens": 7, "loss.decay": 0.8, "head.fc_norm": True},
+    "p_eagle": {"loss.depth_share": 0.7, "loss.least_depth_share": 0.2, "loss.decay": 1.0},
+    "dflash": {"head.num_taps": 5, "loss.depth_weights": "d_pace", "loss.d_pace_alpha": 0.5},
+    "dspark": {"head.rank": 256, "head.confidence": True, "loss.decay": 0.7788},
+    "domino": {"head.rank": 256, "head.gru_size": 1024, "head.layout": "anchor_first"},
+    "dflash2": {
+        "head.rank": 256,
+        "head.candidates": 16,
+        "head.conv_taps": 2,
+        "head.conv_group": 16,
+    },
+    "jetspec": {"head.in_block_mask": "causal", "loss.name": "forward_kl", "loss.decay": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_values_of_their_papers(name: str):
+    config = OmegaConf.structured(configured("heads.train", f"head={name}", "target.path=x"))
+    assert {key: OmegaConf.select(config, key) for key in PUBLISHED[name]} == PUBLISHED[name]
