@@ -235,7 +235,7 @@ def test_a_sweep_over_files_gives_each_member_the_settings_of_its_file():
     overrides = ["-m", "head=medusa,dflash", "head.draft_vocab_size=64,128"]
     given = ["head=recurrent", "loop.max_steps=77"]
     one = stage("heads.train:heads", overrides, *given, job="heads.train")
-    found = [(m.kind, m.head.draft_vocab_size, m.loss.predict_n_tokens) for m in one.members]
+    found = [(m.head.name, m.head.draft_vocab_size, m.loss.predict_n_tokens) for m in one.members]
     assert found == [("medusa", 64, 4), ("medusa", 128, 4), ("dflash", 64, 7), ("dflash", 128, 7)]
     assert {m.loop.max_steps for m in one.members} == {77}
     folders = [m.output_dir for m in one.members]
