@@ -52,9 +52,12 @@ ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
 # The README has the first commands of a newcomer, docs/cli.md all of them.
 COMMANDS = README + (ROOT / "docs" / "cli.md").read_text()
-GUIDES = ("adding_a_drafter", "devices", "doctor", "methods", "pruning", "recurrent_drafting")
+GUIDES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*/*.md"))]
 # words in the commands of the guides that are not arguments
 ELLIPSES = ("...", "$@", "[overrides]")
+# words that stand for values in the commands of the guides -> one of these values
+VALUES = {"HEAD": "medusa", "NAME": "medusa", "LOSS": "forward_kl", "KIND": "sampled"}
+VALUES |= {"SEED": "0", "SHARE": "0.5", "N": "2"}
 SCHEMAS = {job: schema_of(job) for job in schemas.SCHEMAS}
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
@@ -129,15 +132,42 @@ def commands_in(texts: list[str]) -> list[str]:
     found = [
         match
         for text in texts
-        for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text.replace("\\\n", " "))
+        for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", joined(text))
     ]
     return sorted({command.strip() for command in found if command.split()[0] in SCHEMAS})
 
 
+def joined(text: str) -> str:
+    """Return a text with each command on one line, as a backslash or a code span joins lines."""
+    pieces = text.replace("\\\n", " ").split("```")
+    pieces[::2] = [
+        re.sub(r"`[^`]+`", lambda code: re.sub(r"\n\s*", " ", code[0]), piece)
+        for piece in pieces[::2]
+    ]
+    return "```".join(pieces)
+
+
 def guide_commands() -> list[str]:
-    """Return the commands of the guides that are not among `commands`."""
-    texts = [(ROOT / "docs" / f"{name}.md").read_text() for name in GUIDES]
-    return sorted({*commands_in(texts)} - {*commands()})
+    """Return the commands of the guides and experiments that are not among `commands`.
+
+    Words like CHATS that a page explains are left out, and VALUES are put in.
+    """
+    found: set[str] = set()
+    for page in GUIDES:
+        text = page.read_text()
+        for command in commands_in([text]):
+            words = re.findall(r"(?<= )[A-Z][A-Z0-9]+(?= |$)", command)
+            explained = [
+                word
+                for word in words
+                if re.search(rf"`{word}`\s+(?:is|stands\s+for|as\s+in)", text)
+            ]
+            for word in explained:
+                command = re.sub(rf" {word}(?= |$)", "", command)
+            for word, value in VALUES.items():
+                command = re.sub(rf"(?<= )([\w.]+)={word}(?= |$)", rf"\1={value}", command)
+            found.add(command)
+    return sorted(found - {*commands()})
 
 
 def test_the_readme_names_every_job():
@@ -150,7 +180,7 @@ def test_the_readme_names_every_job():
 
 def parts(command: str) -> tuple[str, list[str]]:
     """Return a command's job and arguments, without ELLIPSES."""
-    job, *arguments = (word for word in shlex.split(command) if word not in ELLIPSES)
+    job, *arguments = (word for word in shlex.split(command, comments=True) if word not in ELLIPSES)
     return job, arguments
 
 
@@ -175,6 +205,23 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
 def test_every_command_composes(command: str):
     job, arguments = parts(command)
     assert composed(job, arguments).job == job
+
+
+def shell_words(lines: list[str], folder: Path) -> list[list[str]]:
+    """Return the words into which a shell splits each line, in a folder without files."""
+    script = "".join(f"printf '%s\\0' {line}; printf '\\0'\n" for line in lines)
+    made = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return [line.split("\0") for line in made.stdout.split("\0\0")[:-1]]
+
+
+def test_a_shell_reads_every_command_as_it_is_meant(tmp_path: Path):
+    """Check the quotes of commands: a shell expands braces that are outside of them."""
+    typed_in = [one.partition(" #")[0] for one in [*commands(), *guide_commands()]]
+    typed_in = [one for one in typed_in if "$" not in one]
+    assert len(typed_in) > 100
+    assert shell_words(typed_in, tmp_path) == [shlex.split(one) for one in typed_in]
+    assert shell_words(["a={b,c}"], tmp_path) != [["a={b,c}"]], "a control"
 
 
 def write_pearl_prompts(folder: Path) -> Path:
