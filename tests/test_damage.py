@@ -46,7 +46,7 @@ OPEN = {
     "distill.prune": ["work/1/done.json"],
     "distill.regenerate": ["answers/rank_0.jsonl"],
     "distill.skip_search": ["search.jsonl", "costs.json"],
-    "eval.run": ["records.jsonl", "parts.jsonl", "seconds.json"],
+    "eval.run": ["records.jsonl", "rounds.jsonl", "parts.jsonl", "seconds.json"],
 }
 # job -> artefacts of a run
 ARTEFACTS = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Observation, Outcome, Proposal, Stopping, Target
 from decoding.models.prefill import prefill
@@ -78,6 +79,8 @@ class Batch:
         # called with the place and the row of each row that ends, before its cache is dropped
         self.on_end: Callable[[int, Row], None] | None = None
         self.claim = Claim(target, drafter)
+        # whether the parts of a round end before their work does, so that their times mean nothing
+        self.runs_ahead = devices.runs_ahead(target.device)
 
     def width(self) -> int:
         """Return the maximum number of drafted tokens of a round."""
@@ -145,6 +148,7 @@ class Batch:
         counted = None
         drafter_tensors: Sequence[Tensor] = ()
         logits_BNV, hidden_BNC, riders_BMV = self._forward(proposal)
+        forwarded_at = perf_counter()
         if proposal is not None:
             counted = proposal.counted()
             if proposal.readback is not None:
@@ -152,6 +156,7 @@ class Batch:
         nodes = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         tested_BNV = logits_BNV if logits_BNV.shape[1] == nodes else logits_BNV[:, :nodes]
         outcome, drafter_values = self._verify(tested_BNV, counted, drafter_tensors)
+        verified_at = perf_counter()
         observation = Observation(outcome, logits_BNV, hidden_BNC, drafter_values, riders_BMV)
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
@@ -160,6 +165,10 @@ class Batch:
         for row in rows:
             row.generation.decode_seconds += ended - began
             row.generation.draft_seconds += drafted_at - began
+            if not self.runs_ahead:
+                row.generation.forward_seconds += forwarded_at - drafted_at
+                row.generation.verify_seconds += verified_at - forwarded_at
+            row.generation.end_round()
             if proposal is not None:
                 row.generation.draft_steps += proposal.steps
                 row.generation.draft_frontiers += proposal.frontiers or proposal.steps

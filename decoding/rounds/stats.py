@@ -6,10 +6,30 @@ a round accepts after a stop token are not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Headlines leave out texts whose distinct-4 is below this: loops are easy to predict and do not
 # represent real text.
 LOOPING_BELOW = 0.5
+
+
+class Round(NamedTuple):
+    """Counts of one row's round, and the wall seconds of the batch's round and of its parts.
+
+    The rest of the seconds goes to committing, to reporting the round to the drafter, and to
+    counting. A round of an overlapped schedule includes what was drafted since the one before.
+    """
+
+    drafted: int
+    tested: int
+    accepted: int
+    emitted: int
+    seconds: float
+    # in the drafter; of an overlapped schedule: its lane
+    draft_seconds: float
+    # in the target's forward, and in the verification rule; 0: not measured
+    forward_seconds: float
+    verify_seconds: float
 
 
 @dataclass
@@ -44,6 +64,10 @@ class Generation:
     decode_seconds: float = 0.0
     # part of decode_seconds spent in the drafter
     draft_seconds: float = 0.0
+    # parts of decode_seconds spent in the target's forwards and in the verification rule; 0 for
+    # overlapped schedules and on devices that work while the host continues
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
     # overlapped schedules: seconds of the target's lane
     target_seconds: float = 0.0
     # overlapped schedules: seconds of the shorter lane of each round, which overlap can hide
@@ -52,6 +76,8 @@ class Generation:
     lanes_seconds: float = 0.0
     # from the start of the prefill to the end of the first round
     first_token_seconds: float = 0.0
+    # sums over the rounds up to each one
+    totals: list[Round] = field(default_factory=list)
 
     @property
     def tested(self) -> int:
@@ -72,6 +98,22 @@ class Generation:
     def tokens_per_second(self) -> float:
         """Emitted tokens per second of decoding, prefill excluded."""
         return len(self.tokens) / max(self.decode_seconds, 1e-9)
+
+    @property
+    def by_round(self) -> list[Round]:
+        """Return each round's own numbers."""
+        before = [Round._make([0] * len(Round._fields)), *self.totals]
+        return [
+            Round._make(now - then for now, then in zip(*pair, strict=True))
+            for pair in zip(self.totals, before, strict=False)
+        ]
+
+    def end_round(self) -> None:
+        """Note the sums after a round; without a target forward it is no round of its own."""
+        if self.rounds > len(self.totals):
+            counts = (self.drafted, self.tested, self.accepted, len(self.tokens))
+            seconds = (self.decode_seconds, self.draft_seconds)
+            self.totals.append(Round(*counts, *seconds, self.forward_seconds, self.verify_seconds))
 
     def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
         """Add one round's numbers of drafted, tested, accepted and emitted tokens."""

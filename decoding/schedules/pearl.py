@@ -274,6 +274,7 @@ class Pearl(Batch):
             if generation.rounds == 1 and not generation.first_token_seconds:
                 seconds = generation.prefill_seconds + generation.decode_seconds
                 generation.first_token_seconds = seconds
+            generation.end_round()
 
 
 class PearlWithoutPre(Pearl):

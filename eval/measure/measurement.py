@@ -258,6 +258,7 @@ class _Turn:
                         differs_at=differs_at,
                         gap=gap,
                         draft_beams=row.draft_frontiers,
+                        by_round=row.by_round,
                         **{name: vars(row)[name] for name in COUNTS},
                     )
                 )

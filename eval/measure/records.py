@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.rounds.stats import Round
 from jobs.run_files import journal_bytes, read_journal_lines
 
 STALL = 3.0
@@ -86,6 +87,11 @@ class Record:
     draft_beams: int = 0  # sum over draft steps of the beams they started from; 0: one each
     # number of times that its unit was measured, after stalls and disturbances of the machine
     attempt: int = 1
+    # parts of decode_seconds: the target's forwards, and verification; 0: not measured
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    # each round's numbers, until they are saved (see eval.measure.rounds)
+    by_round: Sequence[Round] = ()
 
     @property
     def condition(self) -> Condition:
@@ -135,7 +141,13 @@ def record_from(values: dict[str, Any]) -> Record:
 def append_lines(path: Path, items: Iterable[Any]) -> None:
     """Append records or slices in one write: a killed run leaves at most one torn line."""
     with path.open("ab") as file:
-        file.write(journal_bytes(map(dataclasses.asdict, items)))
+        file.write(journal_bytes(map(_saved, items)))
+
+
+def _saved(item: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(item)
+    values.pop("by_round", None)
+    return values
 
 
 def read_records(path: Path) -> list[Record]:

@@ -7,6 +7,7 @@ shuffled order, until no other prompt fits (see eval.measure.deadline).
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections import defaultdict
@@ -36,6 +37,8 @@ from eval.measure.records import (
     write_records,
 )
 from eval.measure.repetition import Repetition
+from eval.measure.rounds import FILE as ROUNDS
+from eval.measure.rounds import RoundsFile, unit_of
 from eval.measure.setup import Loaded, conditions, median_prompt, warm_up, widths
 from eval.measure.shards import Shard
 from eval.statistics.rows import pool_of
@@ -65,6 +68,8 @@ class Session:
         found = read_journal_lines(self.records_file, record_from)
         found.report(self.records_file, "its unit is measured again")
         self.records: list[Record] = found.records
+        self._rounds = RoundsFile(folder / ROUNDS)
+        self._drop_units_without_rounds()
         self.slices: list[Slice] = read_slices(self.slices_file)
         # Rewrite both files without torn and damaged lines.
         write_records(self.records_file, self.records)
@@ -149,6 +154,7 @@ class Session:
         if have:
             self.records = [record for record in self.records if record not in have]
             write_records(self.records_file, self.records)
+            self._rounds.keep(set(map(unit_of, self.records)))
         shared = self.shard.count if self.shard and part == "main" else 1
         if task.index // shared % UNITS_A_SLICE == 0:
             self._time_parts(condition, part)
@@ -159,8 +165,18 @@ class Session:
             again=progress.again,
         )
         progress.end_unit(decodings)
+        self._rounds.append(new)
+        new = [dataclasses.replace(one, by_round=()) for one in new]
         self.records += new
         append_lines(self.records_file, new)
+
+    def _drop_units_without_rounds(self) -> None:
+        """Drop records of this process's part whose rounds are damaged, and rounds of no record."""
+        mine = [one for one in self.records if self.shard is None or one.part == self.shard.part]
+        if lacking := self._rounds.lacking(mine):
+            print(f"{self._rounds.path} lacks rounds of {len(lacking)} units: measured again")
+            self.records = [one for one in self.records if unit_of(one) not in lacking]
+        self._rounds.keep(set(map(unit_of, self.records)))
 
     def _timed(self, condition: Condition, part: str) -> bool:
         """Return whether the run folder holds a slice of every drafter."""

@@ -25,6 +25,8 @@ from eval.config import EvalConfig
 from eval.measure.measurement import Task
 from eval.measure.parts import read_slices
 from eval.measure.records import Record, record_from, write_records
+from eval.measure.rounds import FILE as ROUNDS
+from eval.measure.rounds import RoundsFile
 from eval.measure.setup import conditions
 from jobs.config import plain
 from jobs.interrupts import INTERRUPTED, Interrupted
@@ -152,6 +154,7 @@ def _merge(cfg: EvalConfig, folder: Path, homes: Sequence[Path]) -> None:
     if (homes[0] / COSTS).is_file():
         shutil.copyfile(homes[0] / COSTS, folder / COSTS)
     write_records(folder / SLICES, slices)
+    RoundsFile(folder / ROUNDS).join(homes)
     write_records(folder / RECORDS, records)
 
 

@@ -22,6 +22,8 @@ from eval.statistics.pearl_trace import Turn, has_trace_turns, mean_lanes
 from eval.statistics.schema import DrafterFacts, PartTimes
 from jobs.drafter_use import ALONE
 
+PARTS = ("propose", "forward", "verify", "rest")  # of a round
+
 
 @dataclass
 class PairedSample:
@@ -52,6 +54,11 @@ class PairedSample:
     draft_seconds: float = 0.0  # the drafter's lane
     target_seconds: float = 0.0  # the target's lane
     shorter_seconds: float = 0.0  # the shorter lane of each round
+    forward_seconds: float = 0.0  # part of `seconds`: the target's forwards
+    verify_seconds: float = 0.0  # part of `seconds`: verification
+    base_forward_seconds: float = 0.0
+    base_verify_seconds: float = 0.0
+    untimed: int = 0  # decode calls whose parts were not measured
     traces: list[str] = field(default_factory=list)  # see Generation.trace
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
@@ -72,6 +79,18 @@ class PairedSample:
         return 1000 * self.base_seconds / self.base_batch_rounds
 
     @property
+    def parts_ms(self) -> dict[str, float]:
+        """Wall milliseconds of a mean round by part; empty if they were not measured."""
+        spent = (self.draft_seconds, self.forward_seconds, self.verify_seconds)
+        return {} if self.untimed else _parts_ms(spent, self.seconds, self.batch_rounds)
+
+    @property
+    def base_parts_ms(self) -> dict[str, float]:
+        """Wall milliseconds of a mean round of the baseline by part; empty if not measured."""
+        spent = (0.0, self.base_forward_seconds, self.base_verify_seconds)
+        return {} if self.untimed else _parts_ms(spent, self.base_seconds, self.base_batch_rounds)
+
+    @property
     def beams(self) -> float:
         """Mean number of beams from which a draft step started."""
         return self.draft_beams / self.draft_steps if self.draft_steps else 1.0
@@ -86,6 +105,12 @@ class PairedSample:
     def tested_counts(self) -> tuple[list[int], list[int]]:
         """Sums (tested_D, accepted_D) of the draft tokens tested and accepted at each depth."""
         return metrics.add_by_depth(self.tested), metrics.add_by_depth(self.accepted)
+
+
+def _parts_ms(spent: Sequence[float], seconds: float, rounds: int) -> dict[str, float]:
+    """Return the mean milliseconds of PARTS. spent: seconds of all but the last, the rest."""
+    everything = (*spent, seconds - sum(spent))
+    return {name: 1000 * part / rounds for name, part in zip(PARTS, everything, strict=True)}
 
 
 def total(samples: Iterable[PairedSample]) -> PairedSample:
@@ -128,7 +153,10 @@ def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int, int], list[Reco
 def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
     """Pair the rows of one decode call. A batch takes as long as its longest row."""
     first = [row for row in rows if (row.sample, row.turn) == (0, 0)]
-    longest = ("draft_steps", "verified", "lanes_seconds", "draft_seconds", "target_seconds")
+    longest = (
+        *("draft_steps", "verified", "lanes_seconds", "draft_seconds", "target_seconds"),
+        *("shorter_seconds", "forward_seconds", "verify_seconds"),
+    )
     return PairedSample(
         ids=[row.prompt_id for row in first],
         turns=1,
@@ -149,7 +177,10 @@ def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
         traces=[row.trace for row in rows],
         tested=[row.tested_by_depth for row in rows],
         accepted=[row.accepted_by_depth for row in rows],
-        **{name: max(vars(row)[name] for row in rows) for name in (*longest, "shorter_seconds")},
+        **{name: max(vars(row)[name] for row in rows) for name in longest},
+        base_forward_seconds=max(row.forward_seconds for row in base),
+        base_verify_seconds=max(row.verify_seconds for row in base),
+        untimed=min(row.forward_seconds for row in (*rows, *base)) <= 0,
     )
 
 

@@ -178,6 +178,8 @@ def _costs(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> dict[
         "overhead": metrics.overhead(sample.round_ms, busy_ms(sample, facts, parts)),
         "overlap": overlap if facts.schedule in SCHEDULES else None,
         "baseline_round_ms": sample.base_round_ms,
+        "parts_ms": sample.parts_ms,
+        "baseline_parts_ms": sample.base_parts_ms,
     }
 
 

@@ -224,6 +224,10 @@ class Row:
     answers_right: int = 0
     baseline_answers_right: int = 0
     draft_shape: str = "chain"  # of the drafter's proposals: chain | tree
+    # milliseconds of a mean round by part, which sum up to it, of the drafter and of its baseline:
+    # propose, forward, verify, rest; empty: not measured (overlapped schedules, GPUs)
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    baseline_parts_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def condition(self) -> Condition:

@@ -1,6 +1,7 @@
 """A run that several processes share measures what one process does, and resumes at the prompt."""
 
 import dataclasses
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from decoding.errors import UserError
 from eval.measure import shards
 from eval.measure.records import read_records
+from eval.measure.rounds import FILE as ROUNDS
+from eval.measure.rounds import OF_GENERATION
 from eval.measure.shards import FOLDER, Shard
 from eval.run import run
 from eval.statistics.schema import read_rows
@@ -50,10 +53,18 @@ def texts(folder: Path) -> Counter[tuple[Any, ...]]:
     )
 
 
+def rounds(folder: Path) -> Counter[tuple[Any, ...]]:
+    """Return the counts of every round, without times."""
+    fields = (*OF_GENERATION, "round", "drafted", "tested", "accepted", "emitted")
+    lines = map(json.loads, (folder / ROUNDS).read_text().splitlines())
+    return Counter(tuple(line[name] for name in fields) for line in lines)
+
+
 @pytest.mark.long
 def test_shards_decode_what_one_process_does(alone: Path, shared: Path) -> None:
     """Check all texts, sampled ones too, and the counts of the rows."""
     assert texts(shared) == texts(alone)
+    assert rounds(shared) == rounds(alone) and rounds(alone)
     fields = ("drafter", "temperature", "part", "num_draft_tokens", "prompts", "tokens", "rounds")
     rows = [
         [tuple(vars(row)[name] for name in fields) for row in read_rows(one / "results.jsonl")]
@@ -94,6 +105,7 @@ def test_a_run_continues_with_the_units_that_a_shard_lacks(homes: Path, shared: 
 
     before, after = timed(shared), timed(folder)
     assert texts(folder) == texts(shared)
+    assert rounds(folder) == rounds(shared)
     changed = {key[3] for key in after if after[key] != before[key]}
     assert changed == {lost}
 
