@@ -30,6 +30,7 @@ from eval.report.plots import (
 )
 from eval.statistics.comparison.entries import Entry
 from eval.statistics.comparison.panels import COSTS, Panel, chains, usual_costs
+from eval.statistics.metrics import MIN_TESTS
 from jobs.drafters import CONTROL
 
 # Speedups that get an iso-speedup curve, in order of importance, and the place of their labels.
@@ -54,6 +55,8 @@ def panel_plots(panel: Panel, styles: Styles) -> list[Plot]:
     plots = [depth(panel, styles)]
     if any(entry.alpha is not None for entry in chains(panel)):
         plots.append(acceptance(panel, styles))
+    if any(entry.row.alpha_by_depth for entry in panel.fastest):
+        plots.append(alpha_by_depth(panel, styles))
     plots.append(pareto(panel, "parameters", styles))
     if len({entry.training_tokens for entry in panel.fastest if entry.training_tokens}) > 1:
         plots.append(pareto(panel, "training_tokens", styles))
@@ -150,6 +153,26 @@ def acceptance(panel: Panel, styles: Styles) -> Plot:
         "and overheads. Only serial drafters with a model that drafted something are shown.",
         f"acceptance_{panel.slug}",
     )
+
+
+@rc_context(SETTINGS)
+def alpha_by_depth(panel: Panel, styles: Styles) -> Plot:
+    """Plot alpha over the depth, up to the last depth with enough tests."""
+    title = f"Acceptance by depth: {panel.label}"
+    axes = make_axes(title, "depth k in the draft", "alpha at depth k")
+    deepest = 1
+    for entry in _in_order(panel.fastest):
+        row, style = entry.row, styles[entry.name]
+        tested = zip(row.alpha_by_depth, row.tested_by_depth, strict=True)
+        rates = [alpha for alpha, tests in tested if alpha is not None and tests >= MIN_TESTS]
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker}
+        axes.plot(range(1, len(rates) + 1), rates, label=_label(entry), **look)
+        deepest = max(deepest, len(rates))
+    axes.set_ylim(0, 1.02)
+    axes.set_xticks(range(1, deepest + 1))
+    axes.grid(axis="x", visible=False)
+    caption = "Accepted over tested draft tokens at the fastest draft length, on all prompts."
+    return make_plot(axes, caption, f"depths_{panel.slug}")
 
 
 def iso_speedup_curves(

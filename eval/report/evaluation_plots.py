@@ -28,7 +28,7 @@ from eval.report.plots import (
 )
 from eval.report.text import count_label
 from eval.statistics.metrics import MIN_TESTS, Interval, add_by_depth
-from eval.statistics.paired_samples import PairedSample
+from eval.statistics.paired_samples import PARTS, PairedSample
 from eval.statistics.schema import Row
 
 
@@ -83,34 +83,71 @@ def alpha_by_depth(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
 
 
 @rc_context(SETTINGS)
-def time_per_token(rows: Sequence[Row], label: str) -> Plot:
-    """Plot the milliseconds that an emitted token costs, by part of the round."""
-    t_target, baseline_ms = rows[0].t_target_ms[1], rows[0].baseline_round_ms
-    names, costs = ["no drafter"], [[0.0, t_target, baseline_ms - t_target]]
-    for row in rows:
-        drafting, target = row.draft_ms_per_round, row.target_ms_per_round
-        if row.schedule in SCHEDULES:  # lanes overlap: only what exceeds the target's lane counts
-            drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
-        parts = (drafting, target, row.round_ms - drafting - target)
-        names.append(row.drafter)
-        costs.append([part / (row.tau or 1.0) for part in parts])
-    title = f"Where the time of a token goes: {label}"
-    axes = make_axes(title, "ms per emitted token", height=0.9 + 0.36 * len(names))
+def throughput_by_depth(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
+    """Plot tokens/s over the number of drafter layers; a dashed line is decoding without one."""
+    axes = make_axes(f"Depth against throughput: {label}", "drafter layers", "tokens/s")
+    look: dict[str, Any] = {"color": MUTED, "linewidth": 0.9, "dashes": (3, 2)}
+    axes.axhline(rows[0].baseline_tokens_per_second, label="no drafter", **look)
+    for layers in dict.fromkeys(row.drafter_layers for row in rows):
+        here = [row for row in rows if row.drafter_layers == layers]
+        for place, row in enumerate(here):
+            style, at = styles[row.drafter], layers + shift(place, len(here), 0.07)
+            look = {"color": style.colour, "marker": style.marker, "markersize": 6}
+            name = shorten(row.drafter)
+            axes.plot([at], [row.tokens_per_second], linestyle="none", label=name, **look)
+    axes.set_xticks(sorted({row.drafter_layers for row in rows}))
+    axes.set_ylim(0, 1.08 * axes.dataLim.y1)
+    axes.grid(axis="x", visible=False)
+    return make_plot(axes, "All prompts, prefill excluded. 0 layers: a drafter without a model.")
+
+
+@rc_context(SETTINGS)
+def time_of_a_round(rows: Sequence[Row], label: str) -> Plot:
+    """Plot the milliseconds of a mean round by part, and the tokens that the round emits."""
+    names, parts = ["no drafter"], [_baseline_parts(rows[0])]
+    names += [row.drafter for row in rows]
+    parts += [row.parts_ms or _timed_parts(row) for row in rows]
+    emitted = [1.0, *(row.tau or 1.0 for row in rows)]
+    title = f"Where the time of a round goes: {label}"
+    axes = make_axes(title, "ms of a round", height=0.9 + 0.36 * len(names))
     left = np.zeros(len(names))
-    looks = (("drafting", SERIES[1]), ("target", SERIES[0]), ("the rest", REST))
-    for (name, colour), widths in zip(looks, np.array(costs).clip(min=0).T, strict=True):
-        axes.barh(range(len(names)), widths, left=left, height=0.58, color=colour, label=name)
+    for name, colour in zip(PARTS, (SERIES[1], SERIES[0], SERIES[2], REST), strict=True):
+        widths = np.array([max(0.0, part.get(name, 0.0)) for part in parts])
+        if widths.any():
+            axes.barh(range(len(names)), widths, left=left, height=0.58, color=colour, label=name)
         left += widths
-    for index, total in enumerate(left):
-        axes.annotate(
-            f"{total:.2f}", (total, index), (4, 0), textcoords="offset points", va="center"
-        )
+    look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+    for index, (total, tokens) in enumerate(zip(left, emitted, strict=True)):
+        text = f"{total:.2f} ms, {tokens:.2f} tokens"
+        axes.annotate(text, (total, index), (4, 0), **look)
     axes.set_yticks(range(len(names)), [shorten(name, 18) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()
-    axes.set_xlim(0, float(left.max()) * 1.14)
+    axes.set_xlim(0, float(left.max()) * 1.62)
     axes.grid(axis="y", visible=False)
-    return make_plot(axes, "Time of a round over the tokens it emits. Parts are timed separately.")
+    caption = "Rest: committing tokens, reporting the round to the drafter, and counting."
+    if not all(row.parts_ms for row in rows):
+        caption += " Without verify: timed outside the rounds, as their parts overlap."
+    return make_plot(axes, caption)
+
+
+def _baseline_parts(row: Row) -> dict[str, float]:
+    """Return the baseline's milliseconds of a round by part."""
+    forward = row.t_target_ms[1]
+    rest = row.baseline_round_ms - forward
+    return row.baseline_parts_ms or {"forward": forward, "rest": rest}
+
+
+def _timed_parts(row: Row) -> dict[str, float]:
+    """Return the milliseconds of a round whose parts were timed outside it.
+
+    Of overlapping lanes, only what exceeds the target's counts as proposing.
+    """
+    propose, forward = row.draft_ms_per_round, row.target_ms_per_round
+    if row.schedule in SCHEDULES:
+        propose = max(0.0, row.round_ms * (1 - row.overhead) - forward)
+    rest = row.round_ms - propose - forward
+    return {"propose": propose, "forward": forward, "rest": rest}
 
 
 @rc_context(SETTINGS)

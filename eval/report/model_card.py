@@ -117,7 +117,7 @@ def _figures(one: _Measured, before: int) -> dict[str, plots.Plot]:
             drawn.append(evaluation_plots.speedup_by_gamma(swept, styles, label))
         drawn += [
             evaluation_plots.alpha_by_depth(here, styles, label),
-            evaluation_plots.time_per_token(main_rows(here), label),
+            evaluation_plots.time_of_a_round(main_rows(here), label),
         ]
     return {f"{FIGURES}/{before + n}.png": plot for n, plot in enumerate(drawn, start=1)}
 

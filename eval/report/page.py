@@ -223,8 +223,9 @@ def _plots(
             evaluation_plots.speedup_by_gamma(
                 [r for r in here if r.part == "sweep"] or here, styles, label
             ),
+            evaluation_plots.throughput_by_depth(fastest, styles, label),
             evaluation_plots.alpha_by_depth(here, styles, label),
-            evaluation_plots.time_per_token(fastest, label),
+            evaluation_plots.time_of_a_round(fastest, label),
             evaluation_plots.speed_by_prompt(pairs, styles, label),
         ]
     return drawn

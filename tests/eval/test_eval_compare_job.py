@@ -65,9 +65,9 @@ def test_the_page_is_self_contained_with_its_plots(compared):
     checker.feed(html)
     assert checker.open == []
     files = list((compared / "plots").glob("*.png"))
-    assert len(files) == 8  # depth, acceptance, two fronts; greedy and sampled
+    assert len(files) == 10  # depth, two of acceptance, two fronts; greedy and sampled
     assert all(imread(file).shape[1] > 900 for file in files)
-    assert len(re.findall(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', html)) == 8
+    assert len(re.findall(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', html)) == 10
     assert all(address.startswith("#") for address in checker.addresses)
     without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
     assert not re.search(r"https?:|@import|url\((?!#)|<script", without_namespaces)

@@ -12,11 +12,12 @@ from rich.console import Console
 from eval.measure.records import stalled
 from eval.report import evaluation_tables as tables
 from eval.report import text as texts
-from eval.report.evaluation_plots import speedup_by_gamma
+from eval.report.evaluation_plots import speedup_by_gamma, time_of_a_round
 from eval.report.page import evaluation_page as page
 from eval.report.plots import COLOURS, drafter_styles
 from eval.report.terminal import print_evaluation
 from eval.statistics.metrics import MIN_PROMPTS
+from eval.statistics.paired_samples import PARTS
 from eval.statistics.schema import write_rows
 from tests.support.simulated_records import PROVENANCE, pick
 from tests.support.tiers import tiered
@@ -181,7 +182,7 @@ def test_the_report_is_self_contained(html):
 
 def test_plots_are_drawn_inside_the_page_with_a_text_for_each(html):
     drawings = re.findall(r"<svg.*?</svg>", html, flags=re.S)
-    assert len(drawings) == 8
+    assert len(drawings) == 10
     for drawing in drawings:
         assert re.match(r'<svg viewBox="[^"]+" role="img" aria-label="[^"]+">', drawing)
 
@@ -198,6 +199,30 @@ def test_plots_take_all_colours_from_the_page_which_has_them_light_and_dark(html
     assert light.keys() == dark.keys() >= used
     assert all(light[name] == colour for name, colour in COLOURS.items()), "PNG files look alike"
     assert all(light[name] != dark[name] for name in light)
+
+
+def test_the_page_goes_from_the_headline_to_the_definitions(html):
+    parts = (
+        *('<div class="big', "<h2>All drafters", "Depth against throughput: greedy"),
+        *("Acceptance by depth: greedy", "Where the time of a round goes: greedy"),
+        *("<h2>Where each drafter loses", "<h2>What the words mean", "<h2>How it was measured"),
+    )
+    places = [html.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_bars_show_the_parts_of_a_round_where_they_were_measured(rows):
+    """Check the widths of the bars, and that a run without measured parts has its timed ones."""
+    shown = [pick(rows, "simulated-good"), pick(rows, "prompt_lookup")]
+    without = [dataclasses.replace(row, parts_ms={}, baseline_parts_ms={}) for row in shown]
+    for some, names in ((shown, list(PARTS)), (without, ["propose", "forward", "rest"])):
+        plot = time_of_a_round(some, "greedy")
+        [axes] = plot.figure.axes
+        assert [bars.get_label() for bars in axes.containers] == names
+        widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+        rounds = [shown[0].baseline_round_ms, *(row.round_ms for row in shown)]
+        assert [sum(parts) for parts in zip(*widths, strict=True)] == pytest.approx(rounds)
+        assert ("timed outside the rounds" in plot.caption) == (some is without)
 
 
 def test_a_single_prompt_is_not_plural(rows, records, html):

@@ -93,7 +93,7 @@ def generation(
     alpha, facts, t_draft = drafters.get(drafter, (0.0, DrafterFacts(drafter, 0, 0, False), 0.0))
     alpha = float(np.clip(alpha - 0.05 * (temperature > 0) + hard + 0.2 * looping, 0.02, 0.98))
     tested, accepted = [0] * gamma, [0] * gamma
-    emitted, rounds, drafted, milliseconds, draft_ms = 0, 0, 0, 0.0, 0.0
+    emitted, rounds, drafted, milliseconds, draft_ms, forward_ms = 0, 0, 0, 0.0, 0.0, 0.0
     while emitted < length:
         offered = gamma if drafter != "prompt_lookup" or rng.random() < 0.4 else 0
         passed = 0
@@ -104,6 +104,7 @@ def generation(
             accepted[depth] += depth < passed
         rounds, drafted, emitted = rounds + 1, drafted + offered, emitted + passed + 1
         draft_ms += t_draft if facts.one_pass else offered * t_draft
+        forward_ms += T_TARGET_MS[offered + 1]
         milliseconds += T_TARGET_MS[offered + 1] + 0.2 + rng.random() * 0.1
     seconds = (milliseconds + draft_ms) * pace / 1000
     period = 5 if looping else 10_000
@@ -129,7 +130,9 @@ def generation(
         verified=drafted,
         prefill_seconds=0.01 * pace,
         decode_seconds=seconds,
-        draft_seconds=draft_ms / 1000,
+        draft_seconds=draft_ms * pace / 1000,
+        forward_seconds=forward_ms * pace / 1000,
+        verify_seconds=0.1 * rounds * pace / 1000,
         cpu_seconds=seconds + 0.01 * pace,
         differs_at=None,
         gap=None,
