@@ -1,16 +1,21 @@
-"""Sockets of the servers."""
+"""Sockets of the servers, and the number of their connections."""
 
 import ipaddress
+import logging
+import resource
 import socket
 
 from decoding.errors import UserError, without_stop
+
+BACKLOG = 2048  # connections that wait until they are accepted
+_FULL = "socket.accept() out of system resource"  # begins asyncio's message
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises UserError for an address in use or of another host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         remedy = "Set port= to another one, or port=0 for a free one, or host= to this machine's."
         raise UserError(
@@ -28,3 +33,31 @@ def is_open_to_others(listener: socket.socket) -> bool:
     """Return whether other machines can reach a socket: its address is not a loopback one."""
     host = str(listener.getsockname()[0])
     return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def allow_connections() -> int:
+    """Allow as many open files as the system lets this process; return the number.
+
+    Each connection is an open file. At the limit new ones wait until others are closed, and a line
+    on standard error says so.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):  # a limit that the system does not grant
+            pass
+    logging.getLogger("asyncio").addFilter(lambda record: _explain_limit(record, soft))
+    return soft
+
+
+def _explain_limit(record: logging.LogRecord, files: int) -> bool:
+    """Replace asyncio's traceback of every second in which it cannot accept a connection."""
+    if record.getMessage().startswith(_FULL):
+        record.exc_info, record.args = None, ()
+        record.msg = (
+            f"all {files:,} open files that the system allows are in use: new connections wait. "
+            f"Raise the limit (ulimit -n), or let fewer clients in."
+        )
+    return True

@@ -26,9 +26,9 @@ from decoding.rounds.settings import Settings
 from scripts.bench import common
 from scripts.bench.served_models import ServedOptions, load_engine
 from serving.api.config import ApiConfig
-from serving.api.job import listen
 from serving.api.keys import Keys
 from serving.api.service import make_service
+from serving.listening import listen
 from serving.setup import ChatModels
 
 GOAL = 1.05

@@ -81,8 +81,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {without_stop(error)}.") from error
     if not isinstance(found, dict):
         raise RequestError(
-            f"the body is a JSON {type(found).__name__}, expected an object such as "
-            f'{{"model": ..., "messages": [...]}}.'
+            f"the body is a JSON {type(found).__name__}, expected an object in braces."
         )
     return found
 

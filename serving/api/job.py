@@ -1,13 +1,11 @@
 """The job: load the models, listen, and serve until a signal ends it."""
 
 import importlib.util
-import ipaddress
-import resource
 import socket
 from dataclasses import replace
 
 from decoding.engine import encode
-from decoding.errors import UserError, without_stop
+from decoding.errors import UserError
 from decoding.sampling.rule_names import split_rule
 from decoding.sessions.draft_lengths import check_ranges
 from decoding.values import check_settings, check_value, whole_number
@@ -16,6 +14,7 @@ from jobs.paths import resolve_model
 from serving.api.config import ApiConfig
 from serving.api.keys import Keys
 from serving.config import GenerateConfig
+from serving.listening import address_of, allow_connections, is_open_to_others, listen
 from serving.setup import DEFAULT_DRAFTER, check_drafter, load, warm_up
 from serving.setup import check as check_generation
 
@@ -31,7 +30,6 @@ LEAST = {
     "grace_seconds": 0,
     "pool_tokens": 1,
 }
-BACKLOG = 2048
 MEASURED_TOKENS = 256  # that an answer may have where the costs of a round are measured
 
 
@@ -115,39 +113,13 @@ def _serve(cfg: ApiConfig, keys: Keys, listener: socket.socket) -> None:
     loaded = load(_generation(cfg), needs_template=False)
     settings = warm_up(loaded.engine, encode(loaded.engine, "Hello"), loaded.settings)
     service = make_service(replace(loaded, settings=settings), cfg, keys)
-    files = _raise_file_limit()
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    files = allow_connections()
     print(
-        f"{loaded.about}\nserving '{service.limits.model}' at http://{shown}:{port}/v1: "
+        f"{loaded.about}\nserving '{service.limits.model}' at http://{address_of(listener)}/v1: "
         f"{cfg.max_rows} rows at a time, {cfg.max_waiting} requests in the queue, at most "
         f"{files:,} connections (the limit of open files)",
         flush=True,
     )
-    if not keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+    if not keys and is_open_to_others(listener):
         print("note: anybody who reaches this address may use it; set key_file=", flush=True)
     service.run(listener)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises UserError for an address in use or of another host."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        remedy = "Set port= to another one, or port=0 for a free one, or host= to this machine's."
-        raise UserError(
-            f"cannot listen on {host}:{port}: {without_stop(error)}. {remedy}"
-        ) from error
-
-
-def _raise_file_limit() -> int:
-    """Allow as many open files as the system lets this process; return the number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (ValueError, OSError):  # a limit that the system does not grant
-            pass
-    return soft

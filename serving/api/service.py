@@ -11,12 +11,12 @@ from decoding.errors import UserError
 from decoding.interfaces import PoolKeeper
 from serving.api.app import Api
 from serving.api.config import ApiConfig
-from serving.api.connections import IdleProtocol
 from serving.api.keys import Keys
 from serving.api.metrics import Metrics
 from serving.api.pools import Pools
 from serving.api.requests import Limits
 from serving.api.scheduler import Scheduler
+from serving.connections import IdleProtocol
 from serving.setup import ChatModels
 from training.data.chat import render_prompt
 

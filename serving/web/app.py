@@ -1,6 +1,7 @@
 """The page in Gradio: its controls, and what they call."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import gradio as gr
 from fastapi import FastAPI
 
 from decoding.errors import UserError
+from decoding.values import check_choice
 from serving.web.config import WebConfig
 from serving.web.demo import HOTTEST, Ask, Demo
 from serving.web.limits import Limits
@@ -25,7 +27,7 @@ def make_app(demo: Demo, cfg: WebConfig) -> FastAPI:
     page = make_page(demo, cfg, Visits())
     page.queue(max_size=cfg.max_waiting, default_concurrency_limit=1, api_open=False)
     app = FastAPI(openapi_url=None)
-    app.add_middleware(Limits)
+    app.add_middleware(Limits, inputs={key: len(one.inputs) for key, one in page.fns.items()})
     return gr.mount_gradio_app(
         app,
         page,
@@ -48,10 +50,8 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
     longest = cfg.max_new_tokens
 
     def begin(request: gr.Request, *chosen: Any) -> None:
-        try:
+        with shown_errors():
             demo.check(ask_of(*chosen))  # now, not after the visitors before
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from None
         visits.begin(str(request.session_hash))
 
     def run(request: gr.Request, *chosen: Any) -> Iterator[str]:
@@ -59,13 +59,17 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
         stop = visits.current(session)
         yield empty_html(WAITING)
         try:
-            for state in demo.answer(ask_of(*chosen), stop):
-                yield race_html(state)
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from None
+            with shown_errors():
+                for state in demo.answer(ask_of(*chosen), stop):
+                    yield race_html(state)
         finally:
             stop.set()
             visits.end(session, stop)
+
+    def offer(name: Any) -> gr.Dropdown:
+        with shown_errors():
+            check_choice("drafter", name, list(choices))
+        return gr.Dropdown(_offered(demo, name), value=_offered(demo, name)[0][1])
 
     def stop(request: gr.Request) -> None:
         visits.stop(str(request.session_hash))
@@ -101,20 +105,26 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
 
         chosen = [prompt, drafter, schedule, temperature, tokens, seed]
         apart: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-        apart |= {"api_visibility": "private"}
-        drafter.change(
-            lambda name: gr.Dropdown(_offered(demo, name), value=_offered(demo, name)[0][1]),
-            drafter,
-            schedule,
-            **apart,
-        )
+        # values as they were sent: `Demo.check` names what is wrong with them, Gradio would not
+        apart |= {"api_visibility": "private", "preprocess": False}
+        drafter.change(offer, drafter, schedule, **apart)
         # in the queue, whose errors are shown, but without waiting for the runs in it
         at_once: dict[str, Any] = {**apart, "queue": True, "concurrency_limit": None}
         begun = gr.on([run_button.click, prompt.submit], begin, chosen, None, **at_once)
-        begun.success(run, chosen, panes, concurrency_limit=1, api_visibility="private")
+        alone: dict[str, Any] = {"concurrency_limit": 1, "api_visibility": "private"}
+        begun.success(run, chosen, panes, **alone, preprocess=False)
         stop_button.click(stop, None, None, **apart)
         page.unload(leave)
     return page
+
+
+@contextmanager
+def shown_errors() -> Iterator[None]:
+    """Show the visitor the words of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise gr.Error(str(error), print_exception=False) from None
 
 
 def _offered(demo: Demo, drafter: str) -> list[tuple[str, str]]:

@@ -35,5 +35,7 @@ class WebConfig(JobConfig):
     max_new_tokens: int = 256
     # longest prompt in characters; its tokens must leave room in the context too
     max_prompt_characters: int = 20000
+    # seconds after which a connection without a request is closed
+    idle_seconds: int = 30
     # visitors that wait for their turn; more are refused
     max_waiting: int = 16

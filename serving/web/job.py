@@ -3,18 +3,25 @@
 import importlib.util
 import os
 import socket
+from typing import Any
 
 from decoding.errors import UserError
 from decoding.values import check_choice, check_settings, check_value, whole_number
 from jobs.config import refuse_parallel
-from serving.listening import address_of, is_open_to_others, listen
+from serving.listening import address_of, allow_connections, is_open_to_others, listen
 from serving.web.config import WebConfig
 from serving.web.demo import Demo
 from serving.web.models import check_folders, load
 
 NEEDS = ("gradio",)
 RULES = ("coupled", "token")
-LEAST = {"num_draft_tokens": 0, "max_new_tokens": 1, "max_prompt_characters": 1, "max_waiting": 1}
+LEAST = {
+    "num_draft_tokens": 0,
+    "max_new_tokens": 1,
+    "max_prompt_characters": 1,
+    "idle_seconds": 1,
+    "max_waiting": 1,
+}
 GRACE_SECONDS = 2  # that open connections get when the page is stopped
 
 
@@ -59,21 +66,34 @@ def run(cfg: WebConfig) -> None:
 
 def serve(demo: Demo, cfg: WebConfig, listener: socket.socket) -> None:
     """Serve the page on a socket until a signal arrives."""
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
-    import uvicorn  # comes with gradio, which is an extra
-
-    from serving.web.app import make_app
-
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(demo, cfg),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
+    server, files = make_server(demo, cfg), allow_connections()
+    print(
+        f"{demo.models.about}\nopen http://{address_of(listener)} in a browser (at most {files:,} "
+        f"connections, the limit of open files)",
+        flush=True,
     )
-    print(f"{demo.models.about}\nopen http://{address_of(listener)} in a browser", flush=True)
     if is_open_to_others(listener):
         print("note: anybody who reaches this address may use it", flush=True)
     server.run(sockets=[listener])
+
+
+def make_server(demo: Demo, cfg: WebConfig) -> Any:
+    """Return the `uvicorn.Server` of a page."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+    import uvicorn  # comes with gradio, which is an extra
+
+    from serving.connections import IdleProtocol
+    from serving.web.app import make_app
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(demo, cfg),
+            http=IdleProtocol,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=cfg.idle_seconds,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )

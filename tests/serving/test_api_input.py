@@ -1,12 +1,7 @@
 """Requests that the server refuses, each with an error that names what is wrong."""
 
 import json
-import re
-import resource
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +14,13 @@ from decoding.errors import UserError
 from jobs.config import TargetConfig
 from serving.api.answers import ChoiceText
 from serving.api.config import ApiConfig
-from serving.api.job import check, listen, run
+from serving.api.job import check, run
+from serving.listening import listen
 from tests.support.api_server import Served, serve
-from tests.support.tiers import tiered
+from tests.support.idle_connections import is_open, open_idle, wait_until_closed
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -254,44 +249,12 @@ def test_pools_need_a_drafter_that_keeps_them() -> None:
         pass
 
 
-def is_closed(connection: socket.socket) -> bool:
-    """Wait until the other side closes a connection, and return False if it sends anything.
-
-    The close is a reset if bytes arrive that nobody has read.
-    """
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-@pytest.mark.parametrize("count", tiered([200, 10_000], [200]))
-def test_idle_connections_neither_block_nor_stay(count: int) -> None:
-    """Check as many idle connections as the limit of open files allows, two files for each.
-
-    Every second one sends the beginning of a request and no more.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    count = min(count, (hard - 500) // 2)
-    assert count >= 100, f"a limit of {hard} open files is too low for this test"
-    with serve("none", idle_seconds=3) as running:
-        address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
-        idle = [socket.create_connection(address, timeout=30) for _ in range(count)]
-        try:
-            for one in idle[::2]:
-                one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
-            body = {"model": running.model, "prompt": [5], "max_tokens": 2}
-            assert running.post(body).status_code == 200
-            until = time.monotonic() + 60
-            for one in idle:
-                one.settimeout(max(0.1, until - time.monotonic()))
-                assert is_closed(one), "an idle connection got an answer"
-            assert running.post(body).status_code == 200
-        finally:
-            for one in idle:
-                one.close()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def test_idle_connections_neither_block_nor_stay() -> None:
+    with serve("none", idle_seconds=2) as running, open_idle(running.url, 200) as idle:
+        body = {"model": running.model, "prompt": [5], "max_tokens": 2}
+        assert running.post(body).status_code == 200 and is_open(idle[-1])
+        wait_until_closed(idle)
+        assert running.post(body).status_code == 200
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -314,24 +277,3 @@ def test_text_that_only_begins_a_stop_string_is_shown_at_the_end() -> None:
     assert choice.add([ord("x"), ord("a")], None) == "x"
     assert choice.add([ord("b")], "length") == "ab"
     assert choice.finish == "length"
-
-
-@pytest.mark.long
-def test_the_job_serves_and_ends_on_a_signal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "serving.api", "port=0", "target.max_length=128"]
-    process = subprocess.Popen(
-        [*command, f"output_dir={tmp_path}"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    try:
-        while (found := re.search(r"http://\S+/v1", process.stdout.readline())) is None:
-            assert process.poll() is None, "the server ended before it listened"
-        models = httpx2.get(f"{found[0]}/models", timeout=30).json()["data"]
-        body = {"model": models[0]["id"], "prompt": "def f(", "max_tokens": 5}
-        assert httpx2.post(f"{found[0]}/completions", json=body, timeout=60).status_code == 200
-        process.terminate()
-        assert process.wait(30) == 0
-        assert "stopped" in process.stdout.read()
-    finally:
-        process.kill()
-        process.wait()

@@ -20,9 +20,9 @@ from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from serving.api.config import ApiConfig
-from serving.api.job import listen
 from serving.api.keys import Keys
 from serving.api.service import Service, make_service
+from serving.listening import listen
 from serving.setup import ChatModels
 from tests.decoding.row_kinds.kit import COSTS, Kit
 from tests.decoding.rows import BY_NAME

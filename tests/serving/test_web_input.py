@@ -1,0 +1,220 @@
+"""What browsers do not send: bad input through the addresses of the page itself, over HTTP."""
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from jobs.config import TargetConfig
+from serving.listening import address_of, listen
+from serving.web.config import WebConfig
+from serving.web.demo import Demo
+from serving.web.job import make_server
+from serving.web.limits import Limits, Scope
+from serving.web.models import load
+from serving.web.race import Pane
+from tests.support.idle_connections import is_open, open_idle, wait_until_closed
+
+JOIN, PREDICT = "/gradio_api/queue/join", "/gradio_api/run/predict"
+GOOD: list[Any] = ["def f(", "prompt_lookup", "serial", 0, 8, 0]
+ENDLESS = "one two three"  # its text has more than 256 tokens
+ROUND_S = 0.1
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Page:
+    """A running page, and the numbers of its functions."""
+
+    url: str
+    demo: Demo
+    functions: dict[str, int]
+
+    def post(self, content: bytes | Any, path: str = JOIN) -> httpx2.Response:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        headers = {"Content-Type": "application/json"}
+        return httpx2.post(self.url + path, content=body, headers=headers, timeout=PATIENCE_S)
+
+    def call(self, name: str, data: list[Any], session: str = "") -> dict[str, Any]:
+        """Call a function through the queue, as the page does; return its last message."""
+        *_, last = self.messages(name, data, session or secrets.token_hex(5))
+        return last
+
+    def messages(
+        self, name: str, data: list[Any], session: str
+    ) -> Generator[dict[str, Any], None, None]:
+        """Call a function, and yield what the queue sends until the call has ended."""
+        call = {"data": data, "fn_index": self.functions[name], "session_hash": session}
+        joined = self.post(call)
+        assert joined.status_code == 200, joined.text
+        address = f"{self.url}/gradio_api/queue/data?session_hash={session}"
+        with httpx2.stream("GET", address, timeout=PATIENCE_S) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data:"):
+                    message = json.loads(line.removeprefix("data:"))
+                    yield message
+                    if message["msg"] == "process_completed":
+                        return
+
+
+@pytest.fixture(scope="module")
+def page(gradio: None, tiny_target: Path) -> Iterator[Page]:
+    place = TargetConfig(path=str(tiny_target), device="cpu")
+    cfg = WebConfig(job="serving.web", output_dir="", target=place, idle_seconds=2)
+    demo = Demo(load(cfg), cfg, refresh_seconds=0.0)
+    server = make_server(demo, cfg)
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=[[listener]])
+        thread.start()
+        try:
+            url = f"http://{address_of(listener)}"
+            functions = httpx2.get(f"{url}/config", timeout=PATIENCE_S).json()["dependencies"]
+            found = Page(url, demo, {one["api_name"]: one["id"] for one in functions})
+            yield found
+            assert found.call("run", GOOD)["success"], "the page still answers"
+        finally:
+            server.should_exit = True
+            thread.join()
+            demo.close()
+
+
+BODIES: list[tuple[bytes | Any, int, str]] = [
+    (b'{"data": ["caf\xe9"]}', 400, "not valid UTF-8: byte 14 is 0xe9"),
+    (b'{"data": ', 400, "not valid JSON"),
+    (b"", 400, "not valid JSON"),
+    ([1], 400, "is a JSON list"),
+    (b'{"data": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
+    (b'{"data": [NaN]}', 400, "NaN is no JSON number"),
+    ({"data": []}, 400, "fn_index is None, expected one of 0, 1"),
+    ({"fn_index": 999}, 400, "fn_index is 999"),
+    ({"fn_index": True}, 400, "fn_index is True"),
+    ({"fn_index": 1, "data": "x"}, 400, "data is 'x', expected a list of 6 values"),
+    ({"fn_index": 1, "data": [1]}, 400, "data is [1], expected a list of 6 values"),
+    ({"fn_index": 1, "data": GOOD}, 400, "session_hash is None"),
+    ({"fn_index": 1, "data": GOOD, "session_hash": "x" * 65}, 400, "expected 1 to 64"),
+    (b"x" * (1 << 20 | 1), 413, "at most 1,048,576 bytes"),
+]
+
+
+@pytest.mark.parametrize("path", [JOIN, PREDICT])
+@pytest.mark.parametrize(("body", "status", "words"), BODIES, ids=[one[2] for one in BODIES])
+def test_a_malformed_call_is_refused_by_name(
+    page: Page, path: str, body: bytes | Any, status: int, words: str
+) -> None:
+    answer = page.post(body, path)
+    assert answer.status_code == status and words in answer.text
+
+
+def test_a_body_of_100_mb_is_refused(page: Page) -> None:
+    part, count = b"x" * (1 << 20), 100
+    declared = page.post(part * count)
+    assert declared.status_code == 413 and "found 104,857,600" in declared.text
+    assert page.call("run", GOOD)["success"]
+    chunks = httpx2.post(page.url + JOIN, content=(part for _ in range(count)), timeout=PATIENCE_S)
+    assert chunks.status_code == 411 and "content-length" in chunks.text
+
+
+CHOICES: list[tuple[int, Any, str]] = [
+    (0, "", "the prompt is empty"),
+    (0, 5, "the prompt is empty"),
+    (0, "cut \ud83d", "half a surrogate pair"),
+    (0, "x" * 20_001, "has 20,001 characters"),
+    (1, "nope", "drafter 'nope' is unknown, expected one of prompt_lookup"),
+    (1, {"a": 1}, "drafter {'a': 1} is unknown"),
+    (2, ["serial"], "schedule of prompt_lookup ['serial'] is unknown"),
+    (3, "hot", "temperature is 'hot'"),
+    (4, 1e99, "max_new_tokens is"),
+    (5, None, "seed is None"),
+]
+
+
+@pytest.mark.parametrize("name", ["begin", "run"])
+@pytest.mark.parametrize(("place", "value", "words"), CHOICES, ids=[one[2] for one in CHOICES])
+def test_a_wrong_choice_is_named_to_the_visitor(
+    page: Page, name: str, place: int, value: Any, words: str
+) -> None:
+    """Check both steps of a run: a program may call the second one alone."""
+    last = page.call(name, [*GOOD[:place], value, *GOOD[place + 1 :]])
+    assert not last["success"] and words in last["output"]["error"]
+
+
+def test_a_wrong_drafter_has_no_schedules(page: Page) -> None:
+    call = {"fn_index": page.functions["offer"], "session_hash": "a"}
+    assert page.post({**call, "data": ["prompt_lookup"]}, PREDICT).status_code == 200
+    answer = page.post({**call, "data": [["nope"]]}, PREDICT)
+    assert answer.status_code == 500 and "drafter ['nope'] is unknown" in answer.text
+
+
+def test_other_addresses_are_refused(page: Page) -> None:
+    for path in ("/gradio_api/call/run", "/gradio_api/vibe-edit", "/gradio_api/component_server"):
+        answer = page.post({"data": GOOD}, path)
+        assert answer.status_code == 404 and "no such address" in answer.text
+    assert httpx2.put(page.url + JOIN, content=b"{}").status_code == 404
+    assert httpx2.get(page.url + "/gradio_api/file=/etc/passwd").status_code == 403
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_the_slot(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check it with rounds so slow that the whole text would take longer than the test may."""
+    round_of = Pane.round
+
+    def slow(pane: Pane) -> None:
+        time.sleep(ROUND_S)
+        round_of(pane)
+
+    monkeypatch.setattr(Pane, "round", slow)
+    began, tokens = time.monotonic(), 256
+    messages = page.messages("run", [ENDLESS, *GOOD[1:4], tokens, 0], "leaving")
+    while next(messages)["msg"] != "process_generating":
+        pass
+    messages.close()
+    assert page.call("run", GOOD)["success"]
+    assert time.monotonic() - began < tokens * ROUND_S
+
+
+def test_idle_connections_neither_block_nor_stay(page: Page) -> None:
+    with open_idle(page.url, 200) as idle:
+        assert page.call("run", GOOD)["success"]
+        assert httpx2.get(page.url).status_code == 200
+        wait_until_closed(idle)
+    with open_idle(page.url, 1) as (new,):
+        assert is_open(new), "control: a new connection is kept for a while"
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    async def ask(parts: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop(0)
+            await asyncio.sleep(PATIENCE_S)
+            raise AssertionError("it waits for ever")
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        async def app(scope: Scope, receive: Any, send: Any) -> None:
+            await send({"type": "passed on", "body": (await receive())["body"]})
+
+        headers = [(b"content-length", b"900")]
+        scope = {"type": "http", "method": "POST", "path": JOIN, "headers": headers}
+        await Limits(app, {1: 0}, seconds)(scope, receive, send)
+        return sent
+
+    part = {"type": "http.request", "body": b'{"fn_index": 1, "data": [],', "more_body": True}
+    rest = {"type": "http.request", "body": b'"session_hash": "a"}', "more_body": False}
+    start, body = asyncio.run(ask([part], 0.05))
+    assert start["status"] == 408 and b"did not arrive within 0.05 s" in body["body"]
+    assert asyncio.run(ask([part, {"type": "http.disconnect"}], 9)) == [], "nobody is there"
+    (passed,) = asyncio.run(ask([part, rest], 9))
+    assert passed["body"] == part["body"] + rest["body"], "control: a whole body"
