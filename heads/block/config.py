@@ -15,6 +15,9 @@ class BlockOptions(HeadOptions):
     layout: str = "fill_in"
     # attention between the slots of a block: bidirectional | causal
     in_block_mask: str = "bidirectional"
+    # of the target's states: fc (one projection for all layers) | per_layer (a mixture in each
+    # layer, and its own keys and values of the text) | both (the projection plus the mixtures)
+    fusion: str = "fc"
     # logits that depend on the tokens drafted before: none | markov (the last one) | gru (all) |
     # selector (the last one, among the likeliest tokens)
     correction: str = "none"

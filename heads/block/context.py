@@ -20,7 +20,7 @@ class StoredContext:
 
     def __init__(self, head: BlockHead, rows: int, capacity: int) -> None:
         """Start empty rows of at most `capacity` tokens, with room for a block after them."""
-        config, weight = head.config, head.fc.weight
+        config, weight = head.config, head.norm.weight
         slots = capacity + config.block_size
         shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
         self._head = head

@@ -94,7 +94,7 @@ class BlockDrafter:
         head = load_to_draft(folder, head, load, dtype, device, execution)
         self.name = name = choose_name(name, folder, "block")
         self.head, self.config = head, head.config
-        self.device, self.dtype = head.fc.weight.device, head.fc.weight.dtype
+        self.device, self.dtype = head.norm.weight.device, head.norm.weight.dtype
         self.children = check_kind(children, name)
         check_draft(name, shape, max_nodes)
         _check_head(name, head, shape, stop_below)

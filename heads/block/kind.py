@@ -23,7 +23,9 @@ from heads.block.read_config import read_head_config
 from heads.block.shape import (
     CORRECTIONS,
     EMBEDDING,
+    FC,
     FILL_IN,
+    FUSIONS,
     GRU,
     LAYOUTS,
     MASKS,
@@ -78,6 +80,7 @@ class BlockKind(BlockPredictions, HeadKind):
             num_layers=options.num_layers,
             layout=options.layout,
             in_block_mask=options.in_block_mask,
+            fusion=options.fusion,
             correction=options.correction,
             rank=0 if options.correction == NONE else options.rank,
             gru_size=options.gru_size if options.correction == GRU else 0,
@@ -116,6 +119,7 @@ class BlockKind(BlockPredictions, HeadKind):
         return {
             "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
             "head.in_block_mask": (options.in_block_mask in MASKS, f"one of {', '.join(MASKS)}"),
+            "head.fusion": (options.fusion in FUSIONS, f"one of {', '.join(FUSIONS)}"),
             "head.correction": (
                 options.correction in CORRECTIONS,
                 f"one of {', '.join(CORRECTIONS)}",
@@ -164,12 +168,14 @@ class BlockKind(BlockPredictions, HeadKind):
         """Do nothing: the layers start at random, and a correction without effect."""
 
     def part_of(self, name: str, shape: BlockConfig) -> str:
-        parts = {"fc": "fusion", "hidden_norm": "fusion"}
+        parts = dict.fromkeys(("fc", "hidden_norm", "fusion"), "fusion")
         parts |= {"correction": "correction", "confidence": "correction"}
         return parts.get(name.partition(".")[0], "layers")
 
     def describe(self, shape: BlockConfig) -> str:
         corrected = "" if shape.correction == NONE else f", {shape.correction} correction"
+        if shape.fusion != FC:
+            corrected += f", fusion {shape.fusion}"
         if shape.conv_taps:
             corrected += f", convolution of {shape.conv_taps} slots"
         if shape.denoising_steps:

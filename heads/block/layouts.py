@@ -16,9 +16,9 @@ DFlash2 adds the convolutions `layers.{i}.attention_conv` and `mlp_conv`, and th
 `candidate_selector`. Files of speculators and DeepSpec hold copies of the target's embedding and
 lm_head, which are not read; servers need the latter for a draft vocabulary.
 
-Our own are the keys `denoising_steps` and `confidence_temperatures`, and layer -1 for the embedding
-(tap 0), which is read only in a folder with `taps`. Other readers ignore the temperatures and use
-the confidence as it was trained.
+Our own are the keys `denoising_steps`, `confidence_temperatures` and `fusion`, and layer -1 for the
+embedding (tap 0), which is read only in a folder with `taps`. Other readers ignore the temperatures
+and use the confidence as it was trained.
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,7 @@ from heads.block.shape import (
     ANCHOR_FIRST,
     BIDIRECTIONAL,
     EMBEDDING,
+    FC,
     GRU,
     MARKOV,
     NONE,
@@ -59,8 +60,9 @@ SHIFT_KEY = "shift_label"  # the same in Domino's files
 LAYERS = "target_layer_ids"
 RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
 CONV_TAPS = "conv_kernel_size"
-STEPS = "denoising_steps"  # this project's own, as the next
+STEPS = "denoising_steps"  # this project's own, as the next two
 TEMPERATURES = "confidence_temperatures"
+FUSION = "fusion"
 INNER = "transformer_layer_config"
 KIND = "speculators_model_type"
 _SERVED_NAMES = {
@@ -124,6 +126,8 @@ def _unpublished(shape: BlockConfig) -> list[str]:
     found = []
     if shape.passes > 1:
         found.append(f"blocks that are filled in {shape.passes} passes")
+    if shape.fusion != FC:
+        found.append(f"{FUSION} {shape.fusion}, each layer's own mixture of the target's states")
     if shape.reads_embedding:
         found.append(f"the target's embedding ({LAYERS} {EMBEDDING - 1}) among the layers")
     if shape.confidence and shape.correction in (GRU, SELECTOR):
@@ -168,6 +172,7 @@ _NAMES = (
     (r"^correction\.(\w+cessor|hidden)_", r"candidate_selector.\1_"),
     (r"^correction\.", ""),
     (r"^confidence\.", "confidence_head."),
+    (r"^fusion\.", ""),
 )
 SERVED = BlockLayout(
     "served",
@@ -189,7 +194,7 @@ SERVED = BlockLayout(
     if_true={
         "draft_vocab_size": "draft_vocab_size",
         **within(OPTIONS, {**_CONFIDENCE, **_CONVOLUTION}),
-        **within(OPTIONS, {**_CALIBRATION, STEPS: "denoising_steps"}),
+        **within(OPTIONS, {**_CALIBRATION, STEPS: "denoising_steps", FUSION: "mixed_fusion"}),
     },
     renamed=_NAMES,
     options=f"{OPTIONS}.",
@@ -265,7 +270,7 @@ def _launch_sglang(target: str, layout: str, shape: BlockConfig, tokens: int) ->
 
 
 _OUTPUT_LAYERS = {f"{OPTIONS}.{LAYERS}": OUTPUTS, LAYERS: OUTPUTS}
-_READABLE = {"passes": 1, "reads_embedding": False, "gru_size": 0}
+_READABLE = {"passes": 1, "reads_embedding": False, "gru_size": 0, "fusion": FC}
 _SERVERS = (
     Server(
         "vLLM 0.32",
@@ -298,6 +303,7 @@ READ_AS = (
     (r"^candidate_selector\.", "correction."),
     (r"^(prefix_gru|embed_proj)\.", r"correction.\1."),
     (r"^confidence_head\.", "confidence."),
+    (r"^layer_fusion", "fusion.layer_fusion"),
 )
 CONTRACT = Contract(
     {each.name: each for each in (SERVED, SPECULATORS, DEEPSPEC)},

@@ -1,10 +1,11 @@
 """The backbone of block drafters: one pass over a block of masks gives a state for every depth.
 
 The target's states of the text at some layers are joined and mapped to one context vector c for
-each token. A block begins with the embedding of the tip and continues with that of a mask token, at
-the positions after the text. In each decoder layer the block attends to keys and values of c, and
-to those of the block itself. The layers' keys and values of c are the only thing that depends on
-the text, so a drafter stores them and never computes them again (DFlash, arXiv 2602.06036).
+each token, or to one for each token and layer (heads/block/fusion.py). A block begins with the
+embedding of the tip and continues with that of a mask token, at the positions after the text. In
+each decoder layer the block attends to keys and values of c, and to those of the block itself. The
+layers' keys and values of c are the only thing that depends on the text, so a drafter stores them
+and never computes them again (DFlash, arXiv 2602.06036).
 
 With the layout `fill_in` slot j predicts the token at its own position, and slot 0, the tip, none.
 With `anchor_first` every slot predicts the token after it, as a language model does. Inside a block
@@ -27,7 +28,8 @@ from decoding.models.native.rope import rotate
 from heads.block.confidence import Confidence
 from heads.block.convolution import BlockConvolution, run_between
 from heads.block.corrections import Correction, make_correction
-from heads.block.shape import CAUSAL, BlockConfig
+from heads.block.fusion import make_fc, make_fusion
+from heads.block.shape import CAUSAL, PER_LAYER, BlockConfig
 from heads.drafts_in_rows import slot_mask
 from heads.layers import FeedForward, Rope, rope_tables
 from training.heads.masks import MASKED
@@ -50,11 +52,18 @@ class BlockAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * D, H, bias=False)
         self.q_norm = nn.RMSNorm(D, config.norm_eps)
         self.k_norm = nn.RMSNorm(D, config.norm_eps)
+        self.has_own = config.fusion == PER_LAYER  # projections of the context
+        if self.has_own:
+            self.k_proj_target = nn.Linear(H, config.num_kv_heads * D, bias=False)
+            self.v_proj_target = nn.Linear(H, config.num_kv_heads * D, bias=False)
 
-    def keys_values(self, x_BNH: Tensor, rope: Rope) -> KeysValues:
-        """Return the keys, rotated by position, and the values."""
-        keys_BNGD = self.k_norm(self.k_proj(x_BNH).unflatten(-1, (-1, self.head_dim)))
-        values_BNGD = self.v_proj(x_BNH).unflatten(-1, (-1, self.head_dim))
+    def keys_values(self, x_BNH: Tensor, rope: Rope, of_context: bool = False) -> KeysValues:
+        """Return the keys, rotated by position, and the values: of a block or of its context."""
+        project_k, project_v = self.k_proj, self.v_proj
+        if of_context and self.has_own:
+            project_k, project_v = self.k_proj_target, self.v_proj_target
+        keys_BNGD = self.k_norm(project_k(x_BNH).unflatten(-1, (-1, self.head_dim)))
+        values_BNGD = project_v(x_BNH).unflatten(-1, (-1, self.head_dim))
         return rotate(keys_BNGD, *rope).transpose(1, 2), values_BNGD.transpose(1, 2)
 
     def forward(self, y_BNH: Tensor, join: JoinLayer, mask: Tensor, rope: Rope) -> Tensor:
@@ -101,7 +110,7 @@ class BlockHead(nn.Module):
         super().__init__()
         self.config = config
         H = config.hidden_size
-        self.fc = nn.Linear(len(config.taps) * H, H, bias=False)
+        self.fc, self.fusion = make_fc(config), make_fusion(config)
         self.hidden_norm = nn.RMSNorm(H, config.norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(H, config.norm_eps)
@@ -130,12 +139,19 @@ class BlockHead(nn.Module):
 
     def rope_tables(self, length: int) -> Rope:
         """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
-        return rope_tables(self.config.rope, self.config.head_dim, 0, length, self.fc.weight)
+        return rope_tables(self.config.rope, self.config.head_dim, 0, length, self.norm.weight)
 
     def context(self, taps_BTX: Tensor, rope: Rope) -> list[KeysValues]:
         """Return the keys and values of a text for each layer."""
-        context_BTH = self.hidden_norm(self.fc(taps_BTX))
-        return [layer.self_attn.keys_values(context_BTH, rope) for layer in self._layers]
+        layers = self._layers
+        joined_LBTH = taps_BTX.new_zeros(()) if self.fc is None else self.fc(taps_BTX)[None]
+        if self.fusion is not None:
+            joined_LBTH = joined_LBTH + self.fusion(taps_BTX)
+        contexts = self.hidden_norm(joined_LBTH).expand(len(layers), -1, -1, -1)
+        return [
+            layer.self_attn.keys_values(context_BTH, rope, of_context=True)
+            for layer, context_BTH in zip(layers, contexts, strict=True)
+        ]
 
     def block_ids(self, tips_M: Tensor, filled_MK: Tensor | None = None) -> Tensor:
         """Return the tokens (M, S) of blocks, whose embeddings a block reads.

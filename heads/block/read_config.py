@@ -11,6 +11,7 @@ from decoding.models.text.mask_token import check_mask_token
 from decoding.values import quote
 from heads.block.layouts import (
     CONV_TAPS,
+    FUSION,
     KIND,
     LAYERS,
     LAYOUT_KEY,
@@ -28,7 +29,9 @@ from heads.block.shape import (
     BIDIRECTIONAL,
     CAUSAL,
     EMBEDDING,
+    FC,
     FILL_IN,
+    FUSIONS,
     GRU,
     LAYOUTS,
     MARKOV,
@@ -75,6 +78,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         num_layers=reader.size("num_hidden_layers"),
         layout=reader.layout(layout),
         in_block_mask=CAUSAL if reader.causal else BIDIRECTIONAL,
+        fusion=reader.fusion(),
         correction=correction,
         rank=reader.size(RANKS[correction]) if correction in RANKS else 0,
         gru_size=reader.size("gru_hidden_dim") if correction == GRU else 0,
@@ -213,6 +217,12 @@ class _Reader:
             if kind == name:
                 return correction
         raise self._error("projector_type", kind, f"one of {', '.join(PROJECTORS.values())}")
+
+    def fusion(self) -> str:
+        found = self.options.get(FUSION, FC)
+        if found not in FUSIONS:
+            raise self._error(FUSION, found, f"one of {', '.join(FUSIONS)}")
+        return str(found)
 
     def convolution(self) -> dict[str, int]:
         """Return the fields of the convolution; empty if the head has none."""

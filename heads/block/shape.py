@@ -6,6 +6,9 @@ FILL_IN, ANCHOR_FIRST = "fill_in", "anchor_first"
 LAYOUTS = (FILL_IN, ANCHOR_FIRST)
 BIDIRECTIONAL, CAUSAL = "bidirectional", "causal"
 MASKS = (BIDIRECTIONAL, CAUSAL)
+# of the target's states at the taps: heads/block/fusion.py
+FC, PER_LAYER, BOTH = "fc", "per_layer", "both"
+FUSIONS = (FC, PER_LAYER, BOTH)
 EMBEDDING = 0  # the tap of the text's embedded tokens, without a layer of the target
 # of the logits: heads/block/corrections.py
 NONE, MARKOV, GRU, SELECTOR = "none", "markov", "gru", "selector"
@@ -46,6 +49,7 @@ class BlockConfig:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     draft_vocab_size: int = 0  # tokens of the shortlist; 0: all
+    fusion: str = FC
 
     @property
     def num_drafted(self) -> int:
@@ -61,7 +65,8 @@ class BlockConfig:
     def is_dflash(self) -> bool:
         """Whether a server that knows DFlash alone reads the head, causal or not."""
         plain = self.correction == NONE and not self.conv_taps and not self.confidence
-        return self.layout == FILL_IN and plain and self.passes == 1 and not self.reads_embedding
+        one_pass = self.layout == FILL_IN and self.passes == 1
+        return plain and one_pass and self.fusion == FC and not self.reads_embedding
 
     # ---------------------------------------------------- values of files (heads/block/layouts.py)
 
@@ -79,6 +84,11 @@ class BlockConfig:
     def causal(self) -> bool:
         """Whether attention inside a block is causal."""
         return self.in_block_mask == CAUSAL
+
+    @property
+    def mixed_fusion(self) -> str:
+        """The fusion if layers have mixtures of their own, else empty."""
+        return "" if self.fusion == FC else self.fusion
 
     @property
     def passes(self) -> int:

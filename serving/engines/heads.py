@@ -14,7 +14,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
-from heads.block.shape import EMBEDDING, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
+from heads.block.shape import EMBEDDING, FC, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.layouts import ARCHITECTURE, CONTRACT, PARALLEL, PARALLEL_CONTRACT
 from heads.eagle.model import EagleConfig
@@ -110,6 +110,12 @@ def _check_block(folder: Path, config: BlockConfig) -> None:
         raise _refusal(folder, "it drafts in one pass, and the head fills its blocks in several")
     if EMBEDDING in config.taps:
         raise _refusal(folder, "how it numbers the embedding, which the head reads, is not known")
+    if config.fusion != FC:
+        raise _refusal(
+            folder,
+            f"its DFlash has one projection of the target's states for all layers, and the head "
+            f"the fusion {config.fusion}; train one with head.fusion={FC}",
+        )
     missing = "confidence" if config.confidence else "convolution"
     raise _refusal(folder, f"its DFlash has no {missing}; train a head without one")
 

@@ -201,6 +201,8 @@ HEAD_ROWS = [
         candidates=5,
         draft_vocab_size=20,
     ),
+    block("fusion per layer", fusion="per_layer"),
+    block("fusion both", fusion="both", correction="gru", rank=6, gru_size=5),
     block("domino", layout="anchor_first", correction="gru", rank=6, gru_size=5),
     block("dflash with a draft vocabulary", draft_vocab_size=20),
     block(

@@ -119,6 +119,10 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
         (block(confidence=True), "its DFlash has no confidence"),
         (block(denoising_steps=2), "drafts in one pass, and the head fills its blocks in several"),
         (block(taps=(0,)), "how it numbers the embedding, which the head reads, is not known"),
+        (
+            block(fusion="both"),
+            "one projection of the target's states for all layers, and the head",
+        ),
         (eagle(1, 4), "reads layer 4 after the target's final norm, and vLLM before it"),
         (
             EagleDrafter(head=eagle_head(predicts_states=True, fc_norm=False, fc_bias=True)),
@@ -134,7 +138,7 @@ def test_other_drafters_have_none(tiny_target: Path) -> None:
     ],
     ids=[
         *("dspark", "domino", "selector", "convolution", "anchor first", "confidence"),
-        *("denoising", "embedding", "last layer", "bias", "order of layers"),
+        *("denoising", "embedding", "fusion", "last layer", "bias", "order of layers"),
         "medusa with a draft vocabulary",
         "medusa with a shared projection to one",
     ],

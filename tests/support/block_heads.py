@@ -146,6 +146,7 @@ def _knowing(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
     for norm in (head.hidden_norm, layer.input_layernorm, layer.post_attention_layernorm):
         norm.weight.fill_(1.0)
     block, text = slice(0, V), slice(V, C)  # channels of the block's tokens and of the context's
+    assert head.fc is not None
     head.fc.weight.zero_()
     head.fc.weight[text, block] = torch.eye(V, dtype=torch.float64)
     # pairs of channels by the speed of their rotation; idle is read by no query
