@@ -218,7 +218,7 @@ class HeadCache:
         masks_BM = tips_B1.new_full((1, 1), self.head.config.mask_token_id)
         masks_BM = masks_BM.expand(len(tips_B1), count - 1)
         parents_BN = torch.arange(-1, count - 1, device=self.device).expand(len(tips_B1), count)
-        states_BMH = self.head.mask_state_H.expand(*masks_BM.shape, -1)
+        states_BMH = self.head.mask_states(count - 1).expand(*masks_BM.shape, -1)
         hidden_BNH = torch.cat((self._at(self._states_BTH, self._starts_B1), states_BMH), 1)
         return self._run(torch.cat((tips_B1, masks_BM), 1), hidden_BNH, parents_BN)
 

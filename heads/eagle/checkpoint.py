@@ -27,6 +27,7 @@ from heads.eagle.layouts import (
     ARCHITECTURE,
     ARCHITECTURES,
     BIAS,
+    BY_DEPTH,
     CONVENTION,
     LAYERS,
     READ_AS,
@@ -135,6 +136,9 @@ def read_head_config(folder: Path) -> EagleConfig:
     switches = {name: values.get(name, False) for name in SWITCHES}
     if first:
         switches[BIAS] = values.get(BIAS, True)
+    one_pass = drafting_in_one_pass(layout, values)
+    if one_pass:
+        switches[BY_DEPTH] = values.get(BY_DEPTH, False)
     for name, given in switches.items():
         if not isinstance(given, bool):
             raise UserError(
@@ -149,7 +153,7 @@ def read_head_config(folder: Path) -> EagleConfig:
         )
     V, drafted = sizes.pop("vocab_size"), sizes.pop("draft_vocab_size")
     fc_bias = switches.pop(BIAS, False)
-    if one_pass := drafting_in_one_pass(layout, values):
+    if one_pass:
         (mask_key, mask), (tokens_key, tokens) = one_pass.items()
         checkpoint.check_size(file, tokens_key, tokens, 2)
         checkpoint.check_size(file, mask_key, mask, 0, V - 1)

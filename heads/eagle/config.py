@@ -28,6 +28,8 @@ class EagleOptions(HeadOptions):
     # head=p_eagle: id of the token of mask elements, which no text has; null: an unused or reserved
     # one
     mask_token_id: int | None = None
+    # head=p_eagle: a learned state for the masks of each depth (ParallelSpec); false: one for all
+    masks_by_depth: bool = False
     # initial output layer: lm_head (the target's) | random; head=eagle1 has none
     start: str = "lm_head"
     # head=eagle1: add a bias to the joined embedding and state, as published; vLLM reads none
@@ -36,6 +38,6 @@ class EagleOptions(HeadOptions):
 
 @dataclass
 class EagleTrainConfig(HeadJobConfig):
-    """A head of EAGLE-3 (arXiv 2503.01840), P-EAGLE (2602.01469) or EAGLE-1 (2401.15077)."""
+    """A head of EAGLE-3 (arXiv 2503.01840), P-EAGLE, ParallelSpec or EAGLE-1 (2401.15077)."""
 
     head: EagleOptions = field(default_factory=EagleOptions)

@@ -71,7 +71,8 @@ class Drafts:
 
         embedded_H: embedding of the mask token.
         """
-        self.hidden_MH = self.head.mask_state_H.expand_as(self.hidden_MH)
+        state_H = self.head.mask_states(len(self._own))[-1]
+        self.hidden_MH = state_H.expand_as(self.hidden_MH)
         return self.advance(embedded_H.expand_as(self.hidden_MH))
 
     def _attend(self, q_MQD: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class EagleKind(EaglePredictions, HeadKind):
             mask_token_id=mask_token_of(config, options.mask_token_id, target)
             if self.parallel
             else 0,
+            masks_by_depth=options.masks_by_depth,
             predicts_states=self.predicts_states,
             fc_bias=options.fc_bias,
         )
@@ -125,6 +126,10 @@ class EagleKind(EaglePredictions, HeadKind):
                 options.draft_vocab_size >= 0,
                 "1 or more, or 0 for all tokens",
             ),
+            "head.masks_by_depth": (
+                self.parallel or not options.masks_by_depth,
+                "false, as only head=p_eagle has masks",
+            ),
             **self._form_rules(config, shape),
         }
 
@@ -170,7 +175,8 @@ class EagleKind(EaglePredictions, HeadKind):
         if shape.predicts_states:
             return "one decoder layer on the target's state after the final norm"
         layers = ", ".join(map(str, shape.taps))
-        passes = f", {shape.parallel} tokens a pass" if shape.parallel else ""
+        masks = "mask states by depth" if shape.masks_by_depth else "one mask state"
+        passes = f", {shape.parallel} tokens a pass, {masks}" if shape.parallel else ""
         return f"one decoder layer on the target's hidden states {layers}{passes}"
 
     def drafter(
@@ -210,18 +216,21 @@ class EagleKind(EaglePredictions, HeadKind):
             remarks = "The tree grows as in EAGLE-2."
         if shape.parallel:
             paper, drafts = "A P-EAGLE head (arXiv 2602.01469)", "the length of the chain"
+        if shape.masks_by_depth:
+            paper = "A ParallelSpec head (arXiv 2410.05589)"
         launch = [f"python -m eval.run target.path={target} drafters=[.]"]
         if served:
             launch.append(served.command)
+        served_words = " vLLM drafts a chain." if served else ""
         architectures = ", ".join(self.layout.config(shape, torch.float32)["architectures"])
         return ReadmeParts(
-            tag=self.name,
+            tag="parallelspec" if shape.masks_by_depth else self.name,
             title=paper,
             form=self.describe(shape),
             reads=reads,
             layout=f"the published layout ({architectures})",
             launch=launch,
-            remarks=f"Measured costs choose {drafts}. vLLM drafts a chain. {remarks}",
+            remarks=f"Measured costs choose {drafts}.{served_words} {remarks}",
         )
 
 

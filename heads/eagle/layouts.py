@@ -5,10 +5,11 @@ specforge     SpecForge's exports to SGLang, and the original repository's files
 modelopt      exports of NVIDIA's Model Optimizer
 speculators   vLLM's library; the sizes lie in an inner object
 
-P-EAGLE heads have the first, the second and the last of these. SpecForge and speculators train them
-with an embedding of their own, where this project reads the target's: a folder is read only if
-`embed_requires_grad` is false in it, as in exports of this project. SpecForge takes the mask token
-from `dflash_config`, and numbers of tokens from the settings of its training alone.
+P-EAGLE heads have the first, the second and the last of these. A state for each depth
+(ParallelSpec) is an extension of ours, with the key `masks_by_depth`. SpecForge and speculators
+train them with an embedding of their own, where this project reads the target's: a folder is read
+only if `embed_requires_grad` is false in it, as in exports of this project. SpecForge takes the
+mask token from `dflash_config`, and numbers of tokens from the settings of its training alone.
 
 EAGLE-1 heads have one layout, whose tensors are those of the original repository.
 
@@ -21,7 +22,7 @@ is; there it is written only if the head needs it in SGLang.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
@@ -48,6 +49,7 @@ PARALLEL_SPECULATOR = "PEagleSpeculator"
 PARALLEL_SPECFORGE = "PEagleDraftModel"
 FIRST = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")  # EAGLE-1 in vLLM, in SGLang
 MASK_IN_SPECULATORS = "mask_token_id"
+BY_DEPTH = "masks_by_depth"  # this project's own
 BIAS = "bias"  # whether the map of EAGLE-1 has one
 PARALLELS = (PARALLEL, PARALLEL_SPECULATOR, PARALLEL_SPECFORGE)
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", SPECULATOR, *PARALLELS, *FIRST)
@@ -92,9 +94,18 @@ _OUTER = {
     **_ROPE,
 }
 _ONE_BY_ONE: Mapping[str, Any] = {"parallel": 0}
+_ONE_STATE: Mapping[str, Any] = {BY_DEPTH: False}
 
 
-SERVED = PublishedLayout(
+@dataclass(frozen=True)
+class EagleLayout(PublishedLayout):
+    """The layout of this project's EAGLE-3 and P-EAGLE heads."""
+
+    def extensions(self, shape: EagleConfig) -> list[str]:
+        return ["a mask state for each depth"] if shape.masks_by_depth else []
+
+
+SERVED = EagleLayout(
     "served",
     fixed={
         "architectures": [ARCHITECTURE],
@@ -116,6 +127,7 @@ SERVED_PARALLEL = replace(
     # vLLM 0.32 puts `Eagle3` before its own name of such heads, and then does not know it
     fixed={**SERVED.fixed, "architectures": [ARCHITECTURE, PARALLEL]},
     fields={**SERVED.fields, MASK_TOKEN: "mask_token_id", TRAINED_TOKENS: "parallel"},
+    if_true={BY_DEPTH: BY_DEPTH},
 )
 SERVED_FIRST = PublishedLayout(
     "served",
@@ -147,7 +159,7 @@ SPECFORGE_PARALLEL = replace(
     },
     if_true={"norm_output": "norm_output"},  # without effect in one pass
     # it rotates by the base alone
-    only={"num_taps": 3, "fc_norm": False, "rope_scaling": None},
+    only={"num_taps": 3, "fc_norm": False, "rope_scaling": None, **_ONE_STATE},
     renamed=((r"^midlayer\.", "layers.0."),),
     defaults={"embed_requires_grad": True},
 )
@@ -221,7 +233,7 @@ SPECULATORS_PARALLEL = replace(
         "speculators_config.algorithm": "peagle",
     },
     fields={**SPECULATORS.fields, MASK_IN_SPECULATORS: "mask_token_id"},
-    only={},
+    only=_ONE_STATE,
     defaults={**SPECULATORS.defaults, "embed_requires_grad": True},
 )
 
@@ -277,7 +289,7 @@ _SGLANG = Server(
 )
 _PARALLEL_SERVERS = (
     # for SpecForge's own name: `Model architectures ['Eagle3PEagleDraftModel'] are not supported`
-    replace(_VLLM, refused=(SPECFORGE.name,)),
+    replace(_VLLM, refused=(SPECFORGE.name,), only=_ONE_STATE),
     replace(_SGLANG, refused=(SPECFORGE.name, SPECULATORS.name)),
 )
 

@@ -67,6 +67,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     parallel: int = 0  # tokens that one pass drafts, from mask elements; 0: a token a step
     mask_token_id: int = 0  # of mask elements
+    masks_by_depth: bool = False  # mask elements have a learned state for each depth
     # EAGLE-1: the output is the target's next state after the final norm, as is the only tap, which
     # has no number; the norms and switches above are EAGLE-3's
     predicts_states: bool = False
@@ -195,7 +196,8 @@ class EagleHead(nn.Module):
     # target is drafted
     d2t: Tensor | None
     t2d: Tensor | None
-    mask_hidden: nn.Parameter | None  # in place of the tapped states of a mask element
+    # in place of the tapped states of mask elements: one state for all, or one for each depth
+    mask_hidden: nn.Parameter | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -209,8 +211,9 @@ class EagleHead(nn.Module):
         self.norm = nn.Identity() if config.predicts_states else nn.RMSNorm(H, eps)
         if not config.predicts_states:  # else the target's own predicts
             self.lm_head = nn.Linear(H, V, bias=False)
-        masks = torch.randn(1, 1, config.num_taps * H) if config.parallel else None
-        self.mask_hidden = None if masks is None else nn.Parameter(masks)
+        masks = config.parallel - 1 if config.masks_by_depth else min(config.parallel, 1)
+        states = torch.randn(1, masks, config.num_taps * H) if masks else None
+        self.mask_hidden = None if states is None else nn.Parameter(states)
         few = bool(config.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(V, dtype=torch.long) if few else None)
         self.register_buffer("t2d", torch.arange(config.vocab_size) < V if few else None)
@@ -250,11 +253,10 @@ class EagleHead(nn.Module):
         assert isinstance(found, Tensor)
         return found
 
-    @property
-    def mask_state_H(self) -> Tensor:
-        """The state g of a mask element."""
+    def mask_states(self, count: int) -> Tensor:
+        """Return the states g (count, H) of the first mask elements of a draft."""
         assert self.mask_hidden is not None
-        return self.fuse(self.mask_hidden.flatten())
+        return self.fuse(self.mask_hidden[0, :count]).expand(count, -1)
 
     def join(self, embedded_XH: Tensor, hidden_XH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs (..., I) of the projections and the residual (..., H).

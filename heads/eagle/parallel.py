@@ -1,4 +1,4 @@
-"""P-EAGLE: an EAGLE-3 head that drafts a whole chain in one pass (arXiv 2602.01469).
+"""P-EAGLE and ParallelSpec: EAGLE-3 heads that draft a chain in one pass (2602.01469, 2410.05589).
 
 The first element of a draft has the target's states and the tip. All later ones have learned states
 and the embedding of a mask token in their place, so none waits for a drafted token. Each depth's

@@ -103,7 +103,7 @@ def p_eagle(name: str, **fields: Any) -> HeadRow:
     one_by_one = eagle(name, **fields)
 
     def shape(target: Any) -> EagleConfig:
-        mask = {"parallel": 4, "mask_token_id": target.vocab_size - 1}
+        mask: dict[str, Any] = {"parallel": 4, "mask_token_id": target.vocab_size - 1}
         return replace(one_by_one.shape(target), **mask)
 
     return HeadRow(
@@ -184,6 +184,7 @@ HEAD_ROWS = [
     eagle("eagle1 with a bias", EAGLE1, fc_norm=False, norm_output=False, fc_bias=True),
     p_eagle("p_eagle"),
     p_eagle("p_eagle with a draft vocabulary", draft_vocab_size=20, fc_norm=False),
+    p_eagle("parallelspec", masks_by_depth=True),
     block("dflash"),
     block("jetspec", in_block_mask="causal"),
     block(

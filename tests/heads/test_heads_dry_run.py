@@ -29,7 +29,16 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-WITH_MASKS = {"p_eagle", "dflash", "dflash2", "domino", "dspark", "jetspec", "specdiff"}
+WITH_MASKS = {
+    "p_eagle",
+    "parallelspec",
+    "dflash",
+    "dflash2",
+    "domino",
+    "dspark",
+    "jetspec",
+    "specdiff",
+}
 WITH_VOCABULARY = [name for name in KINDS if name not in ("sdsat", "eagle1")]
 
 

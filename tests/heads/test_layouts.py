@@ -24,6 +24,7 @@ AS_PUBLISHED = {"fc_norm": False, "norm_output": False}
 HELD: list[tuple[str, str, dict[str, Any]]] = [
     ("served", "eagle3 with a normalized residual", {}),
     ("served", "p_eagle with a draft vocabulary", {}),
+    ("served", "parallelspec", {}),
     ("speculators", "p_eagle", LLAMA3),
     ("speculators", "p_eagle with a draft vocabulary", {"taps": (1, 3)}),
     ("specforge", "p_eagle with a draft vocabulary", {"norm_before_residual": True}),

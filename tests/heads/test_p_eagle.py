@@ -38,9 +38,10 @@ from training.heads.positions import positions
 MASKED = {"parallel": 4, "mask_token_id": 10}
 
 
-def test_mask_elements_follow_the_published_equations():
+@pytest.mark.parametrize("by_depth", [False, True], ids=["p_eagle", "parallelspec"])
+def test_mask_elements_follow_the_published_equations(by_depth: bool):
     """Compare all drafts of two packed texts with drafts that read one element after another."""
-    head = random_head(**MASKED).double()
+    head = random_head(**MASKED, masks_by_depth=by_depth).double()
     config = LlamaConfig(
         hidden_size=16, num_attention_heads=4, max_position_embeddings=64, rope_parameters=ROPE
     )
@@ -60,7 +61,7 @@ def test_mask_elements_follow_the_published_equations():
         for m, tip in enumerate(tips_M.tolist()):
             start = 0 if tip < 6 else 6
             ids = [*batch.ids_RT[0, start + 1 : tip + 1].tolist(), *[10] * step]
-            masks_SC = head.mask_hidden[0].expand(step, -1)
+            masks_SC = head.mask_hidden[0, :step].expand(step, -1)
             states_TC = torch.cat((states_RTC[0, start:tip], masks_SC))
             expected_H = reference(head, rotary, embedding[ids], states_TC, step)
             torch.testing.assert_close(found_MH[m], expected_H, rtol=1e-5, atol=1e-5)
@@ -129,9 +130,33 @@ def test_a_folder_has_what_servers_read(tmp_path: Path):
     assert all(torch.equal(back.state_dict()[name], t) for name, t in head.state_dict().items())
 
 
+def test_masks_by_depth_are_this_projects_own(tmp_path: Path):
+    """Check the extension of the layout, which servers refuse; the control is a shared state."""
+    head = random_head(**MASKED, masks_by_depth=True)
+    folder = save(head, tmp_path / "head")
+    assert load_file(folder / "model.safetensors")["mask_hidden"].shape == (1, 3, 24)
+    assert json.loads((folder / "config.json").read_text())["masks_by_depth"] is True
+    back = load_head(folder)
+    assert back.config == head.config and head_of(folder) == "p_eagle"
+    shared = random_head(**MASKED).config
+    for shape, words in (
+        (head.config, "does not read a head with masks_by_depth true"),
+        (shared, ""),
+    ):
+        assert PARALLEL.contract.servers[0].refusal("served", shape) == words
+        assert bool(PARALLEL.layout.extensions(shape)) == bool(words)
+        wrong = PARALLEL.contract.layouts["speculators"].cannot_hold(shape)
+        assert ("masks_by_depth is true, expected false" in wrong) == bool(words)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"masks_by_depth": "yes"}, "masks_by_depth is 'yes', expected true or false"),
+        (
+            {"masks_by_depth": True},
+            r"mask_hidden has the shape \[1, 1, 24\], expected \[1, 3, 24\]",
+        ),
         ({"pard_token": None}, "pard_token is None, expected a whole number from 0 to 10"),
         ({"pard_token": 11}, "pard_token is 11, expected a whole number from 0 to 10"),
         ({"num_parallel_tokens": 1}, "num_parallel_tokens is 1, expected a whole number of 2"),
@@ -203,6 +228,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
         ("p_eagle", "loss.depth_share=0", "expected a share above 0 and at most 1"),
         ("p_eagle", "loss.least_depth_share=2", "expected a share from 0 to 1"),
         ("p_eagle", "head.mask_token_id=999999", "head.mask_token_id is 999999, expected an id"),
+        ("eagle3", "head.masks_by_depth=true", "expected false, as only head=p_eagle has masks"),
         ("medusa", "loss.depth_share=0.5", "1: this head trains at all depths"),
     ],
 )

@@ -162,6 +162,7 @@ def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
         ("served", {"parallel": 3}, ""),
         ("speculators", {"parallel": 3}, ""),
         ("speculators", {"parallel": 3, "fc_norm": True}, "knows no fc_norm in a P-EAGLE head"),
+        ("served", {"parallel": 3, "masks_by_depth": True}, "read a head with masks_by_depth true"),
         ("specforge", {"parallel": 3}, "does not read the layout specforge"),
     ],
     ids=str,

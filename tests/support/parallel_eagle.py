@@ -22,8 +22,11 @@ D, DRAFTED = 32, 6
 
 
 @torch.inference_mode()
-def knowing_head(target: Target, draft_model: Target) -> EagleHead:
-    """Return a head that predicts at every depth what the draft model has after the text."""
+def knowing_head(target: Target, draft_model: Target, masks_by_depth: bool = False) -> EagleHead:
+    """Return a head that predicts at every depth what the draft model has after the text.
+
+    masks_by_depth: see `EagleConfig`.
+    """
     V, H = target.vocab_size, target.hidden_size
     config = EagleConfig(
         vocab_size=V,
@@ -39,6 +42,7 @@ def knowing_head(target: Target, draft_model: Target) -> EagleHead:
         fc_norm=False,
         parallel=DRAFTED,
         mask_token_id=V - 1,
+        masks_by_depth=masks_by_depth,
     )
     head = EagleHead(config).double().requires_grad_(False).eval()
     for name, parameter in head.named_parameters():

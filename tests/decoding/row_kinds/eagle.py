@@ -113,20 +113,24 @@ def first_of(kit: Kit, **options: object) -> EagleDrafter:
     return EagleDrafter(head=head, **options)  # type: ignore[arg-type]
 
 
-def random_parallel_eagle(target: Target, scale: float = 1.0) -> EagleHead:
-    """Return `random_eagle` of a head that drafts six tokens in one pass."""
-    return random_eagle(target, scale, parallel=6, mask_token_id=target.vocab_size - 1)
+def random_parallel_eagle(target: Target, scale: float = 1.0, by_depth: bool = False) -> EagleHead:
+    """Return `random_eagle` of a head that drafts six tokens in one pass.
+
+    by_depth: `masks_by_depth`.
+    """
+    masks = {"parallel": 6, "mask_token_id": target.vocab_size - 1, "masks_by_depth": by_depth}
+    return random_eagle(target, scale, **masks)
 
 
-def parallel_eagle_of(kit: Kit, **options: object) -> ParallelEagleDrafter:
+def parallel_eagle_of(kit: Kit, by_depth: bool = False, **options: object) -> ParallelEagleDrafter:
     """Return a drafter with a head that knows the draft model's text, or a random one.
 
     It knows the text of a bigram target only.
     """
     if kit.target.name == "last word":
-        head = knowing_head(kit.target, kit.draft_model)
+        head = knowing_head(kit.target, kit.draft_model, by_depth)
     else:
-        head = random_parallel_eagle(kit.target, 3.0)
+        head = random_parallel_eagle(kit.target, 3.0, by_depth)
     return ParallelEagleDrafter(head=head, **options)  # type: ignore[arg-type]
 
 
@@ -175,6 +179,15 @@ ROWS = [
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: ParallelEagleDrafter(
             head=random_parallel_eagle(draft_table(), 2.0), by_cost=True
+        ),
+        slow=True,
+    ),
+    DrafterRow(
+        "parallelspec",
+        make=lambda kit: parallel_eagle_of(kit, by_depth=True),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: ParallelEagleDrafter(
+            head=random_parallel_eagle(draft_table(), 2.0, by_depth=True)
         ),
         slow=True,
     ),
