@@ -110,6 +110,31 @@ def selecting_block(target: Target, draft_model: Target) -> BlockHead:
 
 
 @torch.inference_mode()
+def gru_block(target: Target, draft_model: Target) -> BlockHead:
+    """Return a block drafter whose GRU holds the draft model's logits after each token.
+
+    On a bigram target the backbone knows the token after the tip, which the GRU leaves alone, and
+    has logits of zero at all later depths. On other targets the head is random.
+    """
+    V, fields = target.vocab_size, {"correction": "gru"}
+    if target.name != "last word":
+        return random_block(sizes_of(target), rank=6, gru_size=5, **fields).to(target.device)
+    head = _knowing(target, draft_model, depths=1, rank=V, gru_size=V, **fields)
+    logits_VV, _ = after_each(draft_model, torch.arange(V, device=draft_model.device))
+    assert head.correction is not None
+    weights = dict(head.correction.named_parameters())
+    for weight in weights.values():
+        weight.zero_()
+    _, update, new = weights["prefix_gru.weight_ih_l0"].chunk(3)
+    update[:, :V] = -50.0  # nothing of the state before
+    new[:, :V] = torch.eye(V)
+    seen = torch.ones((), dtype=torch.float64).tanh()
+    weights["embed_proj.0.weight"][:, -V:] = torch.eye(V)
+    weights["embed_proj.2.weight"].copy_(logits_VV.T / torch.nn.functional.silu(seen))
+    return head
+
+
+@torch.inference_mode()
 def block_of(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
     """Return a block drafter without a correction.
 
@@ -121,8 +146,12 @@ def block_of(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
     return random_block(sizes_of(target), **fields).to(target.device)
 
 
-def _knowing(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
+def _knowing(
+    target: Target, draft_model: Target, depths: int | None = None, **fields: Any
+) -> BlockHead:
     """Return a block drafter of one layer that reads the token before the tip.
+
+    depths: number of first depths at which it predicts, logits of others being zero; None: all.
 
     Its first attention head copies that token, the nearest of the context. The second one weighs
     the context against the block, more of it the nearer a slot is, so that the slots differ. The
@@ -164,13 +193,18 @@ def _knowing(target: Target, draft_model: Target, **fields: Any) -> BlockHead:
     output = layer.self_attn.o_proj.weight.view(C, 2, D)
     output[text, 0, :V] = torch.eye(V, dtype=torch.float64)
     output[0, 1, 0] = 1.0
-    _solve(head, target, draft_model)
+    _solve(head, target, draft_model, head.config.num_drafts if depths is None else depths)
     return head.to(target.device)
 
 
-def _solve(head: BlockHead, target: Target, draft_model: Target) -> None:
-    """Set the MLP's last product so that the slots have the states of the wanted tokens."""
+def _solve(head: BlockHead, target: Target, draft_model: Target, depths: int) -> None:
+    """Set the MLP's last product so that the slots have the states of the wanted tokens.
+
+    depths: as of `_knowing`.
+    """
     V, K = target.vocab_size, head.config.num_drafts
+    lm_head_CV = target.lm_head(torch.eye(target.hidden_size, dtype=torch.float64))
+    silent_C = torch.linalg.svd(lm_head_CV).U[:, -1]
     next_V, drafted_V = _next(target), _next(draft_model)
     texts_VT = torch.arange(V)[:, None]
     while texts_VT.shape[1] < 40:
@@ -189,7 +223,10 @@ def _solve(head: BlockHead, target: Target, draft_model: Target) -> None:
     hook.remove()
     before_NC, normed_NC = (each[:, -K:].flatten(0, 1) for each in found)
     wanted = []
-    for _ in range(K):
+    for depth in range(K):
+        if depth >= depths:
+            wanted.append(silent_C.expand(V, -1))
+            continue
         states_VC = torch.zeros(V, target.hidden_size, dtype=torch.float64)
         source_V = next_V.argsort()[drafted_V[last_V]]  # the token before the wanted one
         rows_V = torch.arange(V)

@@ -10,6 +10,7 @@ from tests.support.block_heads import (
     LAW_3_SIZES,
     block_of,
     corrected_block,
+    gru_block,
     random_block,
     selecting_block,
 )
@@ -86,6 +87,22 @@ ROWS = [
                 candidates=3,
                 conv_taps=2,
                 conv_group=4,
+            )
+        ),
+    ),
+    DrafterRow(
+        "domino",
+        make=lambda kit: BlockDrafter(head=gru_block(kit.target, kit.draft_model)),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(
+                LAW_3_SIZES,
+                2.0,
+                layout="anchor_first",
+                correction="gru",
+                rank=4,
+                gru_size=3,
+                fusion="per_layer",
             )
         ),
     ),
