@@ -17,7 +17,7 @@ class HeadShapeConfig(HeadOptions):
     rnn: bool = True
     # width of the blocks; 0: twice the target's hidden size; other widths add an input projection
     exit_dim: int = 0
-    # size of the shortlist: the most frequent tokens of the training answers; 0: all tokens
+    # size of the draft vocabulary; 0: all tokens
     draft_vocab_size: int = 0
     # channels where the output layer starts as the target's lm_head: none | hidden | state | both
     warm_start: str = "none"

@@ -46,7 +46,7 @@ class BlockOptions(HeadOptions):
     # id of the token whose embedding fills a block, which no text has; null: an unused or reserved
     # one
     mask_token_id: int | None = None
-    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    # size of the draft vocabulary; 0: all tokens
     draft_vocab_size: int = 0
 
 

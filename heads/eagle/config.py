@@ -16,8 +16,7 @@ class EagleOptions(HeadOptions):
     taps: list[int] = field(default_factory=list)
     # width of the feed-forward layer; 0: the target's
     intermediate_size: int = 0
-    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens,
-    # as head=eagle1 has them
+    # size of the draft vocabulary; 0: all tokens, as head=eagle1 has them
     draft_vocab_size: int = 0
     # normalize each tapped state (EAGLE-3.1)
     fc_norm: bool = True

@@ -13,7 +13,7 @@ class EarlyExitOptions(HeadOptions):
     name: str = "early_exit"
     # number of the target's layers before the head's own
     exit_layer: int = 2
-    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    # size of the draft vocabulary; 0: all tokens
     draft_vocab_size: int = 0
     # initial layer: last (the target's last layer) | random. The norm starts as the target's
     start: str = "last"

@@ -15,7 +15,7 @@ class MedusaOptions(HeadOptions):
     num_layers: int = 1
     # whether all heads have the same projection to the vocabulary
     shared: bool = False
-    # size of the draft vocabulary: the most frequent tokens of the training answers; 0: all tokens
+    # size of the draft vocabulary; 0: all tokens
     draft_vocab_size: int = 0
     # initial projections: lm_head (the target's) | random
     start: str = "lm_head"

@@ -37,7 +37,7 @@ from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import read_prompts
 from training.features.states import TargetStates
-from training.heads.build import build_head
+from training.heads.build import initialize_head, start_head
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.models.build import dtype_of, load_causal_lm
@@ -137,7 +137,8 @@ class Bench:
         )
         lm_head_VH = self.target.get_output_embeddings().weight.detach()
         config = head_config(shape, self.target.config)
-        head = build_head(KIND, shape, config, lm_head_VH, [], show=False)
+        head = start_head(KIND, shape, config)
+        initialize_head(KIND, shape, head, lm_head_VH)
         head = head.to(self.device, self.dtype)
         loss = HeadLossConfig(side.loss, predict_n_tokens=chosen.heads, own_tokens=side.own_tokens)
         return HeadObjective(PREDICTIONS, head, self.states, loss), head

@@ -13,7 +13,7 @@ from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
-from training.heads.depth_figures import TAU, DepthFigures
+from training.heads.depth_figures import COVERAGE, TAU, DepthFigures
 from training.heads.evaluation import GREEDY, GreedyChain
 from training.objectives import hidden_states
 
@@ -76,6 +76,7 @@ def expected(
                 above = int((log_q_V > log_q_V[best]).sum()) if log_q_V[best] > -99 else 99
                 overlap = float(torch.minimum(p_V, q_V).sum())
                 add("known", depth, 1)
+                add("covered", depth, float(p_V[q_V > 0].sum()))
                 add("tested", depth, reached)
                 add("sampled", depth, reached * overlap)
                 add("overlap", depth, overlap)
@@ -84,6 +85,8 @@ def expected(
                 add("recall_top8", depth, above < 8)
                 reached *= min(1.0, float(q_V[token]) / float(p_V[token]))
     found = {TAU: 1 + float((sums["sampled"] / sums["known"]).sum())}
+    if head.token_ids_V is not None:
+        found[COVERAGE] = sums["covered"][0] / sums["known"][0]
     for depth in range(K):
         found[f"sampled_acceptance/{depth + 1}"] = sums["sampled"][depth] / sums["tested"][depth]
         found[f"mean_overlap/{depth + 1}"] = sums["overlap"][depth] / sums["known"][depth]
@@ -108,6 +111,9 @@ def test_figures_are_those_of_whole_distributions(name: str) -> None:
         assert deepest != pytest.approx(unconditional[f"mean_overlap/{K}"]), "the control"
     if row.kind.candidates(head) is not None:
         assert f"recall_top{head.config.candidates}/1" in found
+    if head.token_ids_V is not None:
+        assert found[f"sampled_acceptance/{K}"] < found[COVERAGE] < 0.9
+    assert (COVERAGE in found) is (head.token_ids_V is not None)
     if row.kind.target_depths:  # the draft is the target's own token
         own = [found[f"{figure}/1"] for figure in ("sampled_acceptance", "argmax_match")]
         assert own == pytest.approx([1, 1], rel=1e-5)

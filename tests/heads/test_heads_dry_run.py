@@ -81,7 +81,14 @@ def test_a_vocabulary_no_larger_than_the_draft_vocabulary_is_drafted_in_full(
         assert card["shape"]["draft_vocab_size"] == 0, "a dry run counts no tokens"
         printed = capsys.readouterr().out
         assert (note in printed) == drafts_all
-        assert ("the draft vocabulary is counted from the data" in printed) != drafts_all
+        assert ("the draft vocabulary is chosen from the data" in printed) != drafts_all
+
+
+def test_an_unknown_choice_of_the_draft_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="head.draft_vocabulary is likely, expected one of mass, counts"
+    ):
+        dry_run(tmp_path, "head=eagle3", "head.draft_vocabulary=likely")
 
 
 def test_such_a_head_is_trained_on_all_tokens(tiny_target: Path, tmp_path: Path) -> None:

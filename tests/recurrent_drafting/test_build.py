@@ -15,7 +15,8 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.kind import KIND
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample
-from training.heads.build import build_head, shape_of
+from training.draft_vocabulary import choose_tokens
+from training.heads.build import initialize_head, shape_of, start_head
 from training.heads.config import describe_overridden
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
@@ -32,7 +33,11 @@ def built(
     ]
     if refused:
         raise UserError("; ".join(refused))
-    return build_head(KIND, shape, config, lm_head, samples or [], show=False), lm_head
+    head, size = start_head(KIND, shape, config), config.draft_vocab_size
+    ids = choose_tokens(samples or [], V, size, show=False) if size and not shape.path else None
+    if not shape.path:
+        initialize_head(KIND, shape, head, lm_head, ids)
+    return head, lm_head
 
 
 def logits(head: RecurrentHead, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

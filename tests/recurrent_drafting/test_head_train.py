@@ -110,6 +110,7 @@ def test_every_extension_trains_and_is_described(
     shortlist = head.config.draft_vocab_size == 300
     assert ("only this project loads it" in said) == shortlist
     assert ("MB on disk in" in said) == shortlist
+    assert ("of the target's probability at" in said) == shortlist
     card = json.loads((tmp_path / "run" / "drafter" / "drafter_card.json").read_text())
     assert bool(card["extensions"]) == shortlist
 

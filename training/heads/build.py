@@ -1,6 +1,5 @@
 """The head that training starts from: a new one, or that of the folder in head.path."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,6 @@ from decoding.models.text.mask_token import check_mask_token, choose_mask_token
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve_model
 from jobs.ranks import is_rank
-from training.data.packing import Sample
-from training.draft_vocabulary import choose_tokens
 from training.heads.checkpoint import check_sizes
 from training.heads.config import HeadJobConfig, HeadOptions
 from training.heads.kind import HeadKind
@@ -71,24 +68,27 @@ def mask_token_of(config: HeadJobConfig, asked: int | None, target: Any) -> int:
     return choose_mask_token(MASK_TOKEN_KEY, asked, tokenizer, target.vocab_size, special)
 
 
-def build_head(
-    kind: HeadKind,
-    options: HeadOptions,
-    shape: Any,
-    lm_head_VH: Tensor,
-    samples: Sequence[Sample],
-    show: bool,
-) -> Any:
-    """Return the head that training starts from, in float32.
+def start_head(kind: HeadKind, options: HeadOptions, shape: Any) -> Any:
+    """Return the head in head.path, or a new one for `initialize_head`, in float32.
 
-    lm_head_VH: the target's output weights. samples: training samples, whose supervised tokens are
-    counted to choose the draft vocabulary. show: print the share of these tokens that it covers.
     Raises UserError if the folder in head.path holds no head of this kind.
     """
     if options.path:
         return kind.load(resolve_model(options.path)).requires_grad_(True).train()
-    head = kind.empty(shape)
-    if shape.draft_vocab_size:
-        head.token_ids_V = choose_tokens(samples, shape.vocab_size, shape.draft_vocab_size, show)
+    return kind.empty(shape)
+
+
+def initialize_head(
+    kind: HeadKind,
+    options: HeadOptions,
+    head: Any,
+    lm_head_VH: Tensor,
+    token_ids_V: Tensor | None = None,
+) -> None:
+    """Set the draft vocabulary of a new head, and the weights that follow from the target's.
+
+    lm_head_VH: the target's output weights. token_ids_V: rising ids; None: all tokens.
+    """
+    if token_ids_V is not None:
+        head.token_ids_V = token_ids_V
     kind.initialize(head, options, lm_head_VH)
-    return head

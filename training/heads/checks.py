@@ -17,6 +17,7 @@ from training.config import check_values, held_out_rules
 from training.data.mixture import check_mixture
 from training.features.taps import check_layers
 from training.heads.config import HeadJobConfig
+from training.heads.draft_vocabulary import CHOICES
 from training.heads.kind import HeadKind
 from training.heads.loss_config import (
     CONTINUATIONS,
@@ -47,6 +48,10 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             **choice_rules(config, kind, kind.reads_tokens(shape)),
             **kind.rules(config, shape),
             **adapter_rules(config, "head.path", config.head.path),
+            "head.draft_vocabulary": (
+                config.head.draft_vocabulary in CHOICES,
+                f"one of {', '.join(CHOICES)}",
+            ),
             "top_k": (
                 1 <= config.top_k <= drafted,
                 f"1 to {drafted}, the number of drafted tokens",

@@ -18,6 +18,9 @@ class HeadOptions:
     # head folder to continue from, of this target or of another one with the same sizes and
     # tokenizer; its shape replaces the one here
     path: str = ""
+    # how a new head with draft_vocab_size chooses its tokens: mass (the largest sums of the
+    # target's probability over places of the training answers) | counts (the most frequent tokens)
+    draft_vocabulary: str = "mass"
 
 
 def describe_overridden(options: HeadOptions, shape: Any) -> str:

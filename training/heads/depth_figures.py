@@ -9,6 +9,7 @@ accepted. The head has the distribution q at a depth, and the target p, both at 
 - `sampled_acceptance/k`: sum_x min(p(x), q(x)), the probability that token verification accepts a
   sampled draft (Leviathan et al. 2023, arXiv 2211.17192, section 3.3), of drafts that reach depth
   k. The answer's tokens x before it do so with the product of min(1, q(x) / p(x)).
+- `coverage`: the target's probability of the draft vocabulary, the largest possible acceptance.
 - `simulated_tau`: expected tokens of a round of sampled drafts that begins at any place, the bonus
   included.
 
@@ -36,7 +37,7 @@ from training.objectives import hidden_states
 
 RECALLS = (4, 8)  # children of a node
 SAMPLED, ARGMAX, RECALL = "sampled_acceptance", "argmax_match", "recall_top"
-TAU = "simulated_tau"
+TAU, COVERAGE = "simulated_tau", "coverage"
 
 
 class DepthFigures:
@@ -78,7 +79,7 @@ class DepthFigures:
     def __call__(self) -> dict[str, float]:
         """Return the figures of the module's docstring, with depths from 1."""
         found = [self._by_draft(number) for number in range(len(self._fixed.batches))]
-        accepted_MK, overlap_MK, match_MK, *recalls, known_MK = (
+        accepted_MK, overlap_MK, covered_MK, match_MK, *recalls, known_MK = (
             torch.cat(each) for each in zip(*found, strict=True)
         )
         reached_MK = torch.ones_like(accepted_MK)
@@ -95,7 +96,10 @@ class DepthFigures:
             for name, shares_K in by_name.items()
             for depth, share in enumerate(shares_K.tolist(), start=1)
         }
-        return figures | {TAU: 1 + float((survived_K / known_K).sum())}
+        figures[TAU] = 1 + float((survived_K / known_K).sum())
+        if self.head.token_ids_V is not None:
+            figures[COVERAGE] = float((known_MK * covered_MK)[:, 0].sum() / known_K[0])
+        return figures
 
     @torch.no_grad()
     def _by_draft(self, number: int) -> list[Tensor]:
@@ -134,7 +138,7 @@ class DepthFigures:
     def _compare(
         self, logits_CD: Tensor, number: int, where: Positions, start: int, end: int
     ) -> list[Tensor]:
-        """Return [C] each: min(1, q / p) of the token, sum min(p, q), argmax match, recalls."""
+        """Return [C] each: min(1, q / p) of the token, sum min(p, q), coverage, match, recalls."""
         ids_D, labels_C = self.head.token_ids_V, where.labels_N[start:end]
         targets_U, places_C = where.targets_N[start:end].unique(return_inverse=True)
         final_UH = self._final_states(number)[targets_U]
@@ -158,7 +162,8 @@ class DepthFigures:
         drafted_C &= best_C1[:, 0] > -torch.inf  # else it is no candidate
         rank_C = (logits_CD > best_C1).sum(dim=-1)
         recalls = [(rank_C < count) & drafted_C for count in (1, *self.recalls)]
-        return [accepted_C, torch.minimum(p_CD, q_CD).sum(dim=-1), *recalls]
+        overlap_C = torch.minimum(p_CD, q_CD).sum(dim=-1)
+        return [accepted_C, overlap_C, p_CD.sum(dim=-1), *recalls]
 
     def _final_states(self, number: int) -> Tensor:
         """Return the target's states after its final norm at a batch's kept positions, [P, H]."""

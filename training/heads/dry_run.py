@@ -59,7 +59,7 @@ def dry_run(
         )
     if shape.draft_vocab_size:
         print(
-            "note: the draft vocabulary is counted from the data, which a dry run does not read: "
+            "note: the draft vocabulary is chosen from the data, which a dry run does not read: "
             "the untrained head has none"
         )
         shape = replace(shape, draft_vocab_size=0)

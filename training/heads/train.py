@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decoding.costs.prediction import Costs
 from decoding.engine import stop_tokens
@@ -31,15 +32,17 @@ from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
 from training.data.packing import PackedData, Sample, collate
 from training.doctor import begin
+from training.draft_vocabulary import choose_tokens
 from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
-from training.heads.build import build_head, shape_of
+from training.heads.build import initialize_head, shape_of, start_head
 from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target, check_start
 from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.depth_figures import DepthFigures
+from training.heads.draft_vocabulary import COUNTS, choose_by_mass
 from training.heads.dry_run import describe, dry_run, states_layout, token_flops
 from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
 from training.heads.folder import write_card, write_head
@@ -138,15 +141,18 @@ def train(job: HeadJob, run: Run) -> None:
     )
     check_predictions(data.samples, config.loss.predict_n_tokens)
     lm_head_VH = target.get_output_embeddings().weight.detach()
-    head = build_head(kind, config.head, shape, lm_head_VH, data.samples, parallel.is_main)
-    if not config.head.path:
+    head, is_new = start_head(kind, config.head, shape), not config.head.path
+    if is_new:
         kind.start_from_target(head, config.head, target)
-    head = head.to(parallel.device, dtype)
     states = TargetStates(target, taps=kind.taps(shape), final=reads_final(config.loss))
     parallel.place_frozen(target)
     if config.loop.compile and not parallel.shards_state:
         compile_layers(target)
     states.move_to(parallel.device)
+    if is_new:
+        ids_V = choose_vocabulary(job, data, target, parallel)
+        initialize_head(kind, config.head, head, lm_head_VH, ids_V)
+    head = head.to(parallel.device, dtype)
     flops = describe_job(job, target, data) if parallel.is_main else 0.0
     answers, costs = parallel.broadcast(
         answers_and_costs(
@@ -185,6 +191,24 @@ def train(job: HeadJob, run: Run) -> None:
         )
         finish(job, run, head, progress, measured, texts)
     parallel.close()
+
+
+def choose_vocabulary(
+    job: HeadJob, data: PackedData, target: Any, parallel: Parallel
+) -> Tensor | None:
+    """Return the ids of a new head's draft vocabulary, rising; None: all tokens.
+
+    All ranks must call it, as they may share the weights of the target.
+    """
+    size, vocabulary = job.shape.draft_vocab_size, job.shape.vocab_size
+    if not size:
+        return None
+    if job.config.head.draft_vocabulary == COUNTS:
+        return choose_tokens(data.samples, vocabulary, size, parallel.is_main)
+    ids_V = choose_by_mass(data, target, size, parallel.is_main)
+    found = parallel.broadcast(ids_V)  # sums may round otherwise on another rank
+    assert isinstance(found, Tensor)
+    return found
 
 
 def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store | None:

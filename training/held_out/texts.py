@@ -45,6 +45,14 @@ class TextFigures:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+def sample_rows(
+    rows: Sequence[Sequence[int]], capacity: int, most_tokens: int
+) -> Sequence[Sequence[int]]:
+    """Return evenly spaced rows of `capacity` tokens with about `most_tokens`, at least one row."""
+    count = max(1, most_tokens // capacity)
+    return rows[:: max(1, -(-len(rows) // count))]
+
+
 @torch.no_grad()
 def measure_text(
     text: Text, capacity: int, target: Any, student: Any = None, most_tokens: int = MOST_TOKENS
@@ -55,12 +63,10 @@ def measure_text(
     weights.
     """
     samples, rows = text
-    count = max(1, most_tokens // capacity)
-    chosen = rows[:: -(-len(rows) // count)]
     device = next((target if student is None else student).parameters()).device
     target_VG = target.get_output_embeddings().weight
     totals, tokens = torch.zeros(3, dtype=torch.float64), 0
-    for row in chosen:
+    for row in sample_rows(rows, capacity, most_tokens):
         batch = collate(samples, [row], capacity, device)
         target_NG = batch.at_supervised(hidden_states(target, batch))
         loss, correct = chunked_cross_entropy(
