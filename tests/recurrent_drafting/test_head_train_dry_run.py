@@ -6,14 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from heads.registry import kind_of
+from jobs.config import TargetConfig
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.train import run
 from tests.support.head_runs import ROOT, configured
-from training.heads.dry_run import target_flops
+from training.data.packing import PackedData, Sample
+from training.features.stores import states_on_disk
+from training.heads.dry_run import position_share, reading_flops, states_layout, target_flops
+from training.heads.positions import count_kept
 from training.models.shapes import forward_flops
 
 
@@ -69,20 +75,77 @@ def test_a_dry_run_writes_an_untrained_head_that_loads(
     assert any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
 
 
-def test_a_dry_run_prints_the_size_of_states_on_disk(
+def number(pattern: str, printed: str) -> float:
+    found = re.search(pattern, printed)
+    assert found is not None, printed
+    return float(found[1].replace(",", ""))
+
+
+def test_a_dry_run_prints_the_price_of_each_store(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    given = ("dry_run=true", "states.cache=disk", "loop.max_steps=0", "loop.max_epochs=3")
-    run(configured(tiny_target, tmp_path / "known", *given, "assumed_tokens=5000000000"))
-    printed = re.search(
-        r"states: about ([\d,.]+) GB on disk in runs/states", capsys.readouterr().out
+    target = AutoConfig.from_pretrained(tiny_target)
+    given = ["dry_run=true", "states.cache=disk", "loop.max_steps=0", "loop.max_epochs=3"]
+    given += ["states.memory_mb=120000000", "assumed_tflops=0.001", "parallel=single"]
+    config = configured(tiny_target, tmp_path / "known", *given, "assumed_tokens=5000000000000")
+    run(config)
+    printed = capsys.readouterr().out
+    states = 5e12 * 0.6 * target.hidden_size * 4  # one pass, float32
+    once = 5e12 * reading_flops(config, target) / 1e9 / 3600  # hours
+    assert number(r"\* disk: ([\d,.]+) GB in runs/states \(", printed) == pytest.approx(
+        states / 1e9, rel=1e-3
     )
-    assert printed is not None
-    # one epoch, float32
-    states = 5e9 * 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4
-    assert float(printed[1].replace(",", "")) * 1e9 == pytest.approx(states, rel=0.5)
+    assert number(r"memory: 120,000.0 GB of ([\d,.]+) GB in memory", printed) == pytest.approx(
+        states / 1e9, rel=1e-3
+    )
+    left_out = 1 - 120e12 / states
+    for name, passes in (("none", 3), ("memory", 1 + 2 * left_out), ("disk", 1)):
+        hours = number(rf"  [* ] {name}: .*; the target reads ([\d,.]+) hours", printed)
+        assert hours == pytest.approx(passes * once, rel=1e-3)
+    assert "too little" in printed, "no disk has that"
+
+
+def test_a_dry_run_without_a_number_of_tokens_prints_the_price_of_a_million(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = ("dry_run=true", "loop.max_steps=0", "loop.max_epochs=3")
     run(configured(tiny_target, tmp_path / "unknown", *given))
-    assert "states: about" not in capsys.readouterr().out, "it depends on the data"
+    printed = capsys.readouterr().out
+    megabytes = 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4
+    assert number(r"states: ([\d.]+) MB for each million tokens", printed) == pytest.approx(
+        megabytes, abs=0.6
+    )
+    run(configured(tiny_target, tmp_path / "one", "dry_run=true", "loop.max_steps=4"))
+    assert "at most: less is stored where chats come twice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["recurrent", "eagle3"])
+def test_the_predicted_bytes_are_those_that_a_store_takes(
+    name: str, tiny_target: Path, tmp_path: Path
+):
+    """Check documents whose supervised tokens are their last ones, of the assumed share."""
+    kind = kind_of(name)
+    config = kind.config(
+        **{key: getattr(kind.config(), key) for key in ("head", "loss", "states")},
+        job="heads.train",
+        target=TargetConfig(str(tiny_target)),
+    )
+    target = AutoConfig.from_pretrained(tiny_target)
+    layout = states_layout(config, kind, kind.shape(config, target), target)
+    samples = [
+        Sample(np.arange(length, dtype=np.int32), np.arange(length) >= length * 2 // 5)
+        for length in (50, 100, 400)
+    ]
+    data = PackedData(samples, 512, 1, 0)
+
+    def count(mask: np.ndarray) -> int:
+        return count_kept(mask, layout.heads, layout.uses_teacher, layout.context)
+
+    states_on_disk(tmp_path, "hash", data, layout, count, show=False)
+    (file,) = tmp_path.glob("*/states.bin")
+    share = position_share(config, layout)
+    assert (share == 1) is (name == "eagle3")
+    assert file.stat().st_size == pytest.approx(data.tokens * share * layout.bytes, rel=0.06)
 
 
 @pytest.mark.long

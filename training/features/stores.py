@@ -202,7 +202,7 @@ def states_on_disk(
     if show:
         print(
             f"states: {sum(counts):,} of {data.tokens:,} positions, {amount(size)} on disk in "
-            f"{folder} ({amount(_free_bytes(root))} free); later epochs and other runs on this "
+            f"{folder} ({amount(free_bytes(root))} free); later epochs and other runs on this "
             f"data skip the target"
         )
     return DiskStore(folder, keys, counts, layout)
@@ -225,7 +225,7 @@ def _allocate(folder: Path, sizes: Mapping[Path, int]) -> None:
     Raises UserError if the disk is too small.
     """
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
-    free, size = _free_bytes(folder), sum(sizes.values())
+    free, size = free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
             f"{folder} needs {amount(size)}, but {amount(free)} are free. Set states.folder to "
@@ -239,7 +239,8 @@ def _allocate(folder: Path, sizes: Mapping[Path, int]) -> None:
             file.truncate(max(1, length))
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(
         next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     ).free

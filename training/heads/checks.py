@@ -31,6 +31,7 @@ from training.models.build import check_target
 from training.on_policy import schedule_rules
 
 CACHES = ("none", "memory", "disk")
+_SHARED = " with parallel.kind={kind}, whose ranks run the target together"
 
 
 def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
@@ -72,6 +73,13 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
     )
 
 
+def allowed_caches(config: HeadJobConfig) -> tuple[Sequence[str], str]:
+    """Return the values of states.cache that a job allows, and the reason for fewer, or ""."""
+    if config.parallel.kind in SHARDED_WEIGHTS:
+        return CACHES[:1], _SHARED.format(kind=config.parallel.kind)
+    return (CACHES[:2], " with data.domains") if config.data.domains else (CACHES, "")
+
+
 def choice_rules(
     config: HeadJobConfig, kind: HeadKind, reads_tokens: bool
 ) -> dict[str, tuple[bool, str]]:
@@ -82,14 +90,11 @@ def choice_rules(
     continue its texts row by row.
     """
     losses: Sequence[str] = HEAD_LOSSES
-    caches: Sequence[str] = CACHES
-    reason = shared = ""
-    if config.data.domains:
-        caches, reason = CACHES[:2], " with data.domains"
+    caches, reason = allowed_caches(config)
+    shared = ""
     if config.parallel.kind in SHARDED_WEIGHTS:
-        losses, caches = [name for name in HEAD_LOSSES if name != CONTINUATIONS], CACHES[:1]
-        shared = f" with parallel.kind={config.parallel.kind}, whose ranks run the target together"
-        reason = shared
+        losses = [name for name in HEAD_LOSSES if name != CONTINUATIONS]
+        shared = _SHARED.format(kind=config.parallel.kind)
     elif kind.computes_states:
         losses = [name for name in HEAD_LOSSES if name != CONTINUATIONS]
         shared = " with this head, which reads the target's states of the text's own tokens"

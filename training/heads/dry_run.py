@@ -4,6 +4,7 @@ No weights or data are read. FLOPs count products with weights: two per weight a
 four more backward for the head; the target only runs forward.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from jobs.amounts import size
 from training.drafter_folder import Provenance, keeps_folder
 from training.features.states import layers_read
 from training.features.stores import StoreLayout
+from training.heads.checks import allowed_caches
 from training.heads.config import HeadJobConfig
 from training.heads.folder import write_card, write_untrained
 from training.heads.kind import HeadKind
 from training.heads.loss_config import num_continued_tokens, reads_final, trained_depths
 from training.heads.measure import HeadStatistics, measure
+from training.heads.store_price import StorePrices, describe_choices
 from training.losses.config import uses_teacher
 from training.models.build import dtype_of, print_missing
 from training.models.shapes import cache_bytes_per_token, forward_flops, millions, parameter_counts
@@ -50,7 +53,7 @@ def dry_run(
     counted = measure(kind, shape, depths, dtype_of(config.loop.dtype), target)
     describe(kind, shape, target, counted)
     layout = states_layout(config, kind, shape, target)
-    flops = print_cost(config, target, counted, layout)
+    flops = print_cost(config, target, counted, layout, allowed_caches(config)[0])
     print_memory(config, target, counted, layout, shape.num_drafted)
     if config.on_policy.share:
         print(
@@ -111,14 +114,23 @@ def drafts_per_token(config: HeadJobConfig) -> float:
 
 def target_flops(config: HeadJobConfig, target: Any) -> float:
     """Return the target's FLOPs per token of the data, with the lm_head if the loss needs it."""
-    lm_head, forward = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
     # heads that predict the same token share the target's distribution
-    judges, continued = uses_teacher(config.loss), num_continued_tokens(config.loss)
+    most_judged = drafts_per_token(config) * trained_depths(config.loss)
+    judged = uses_teacher(config.loss) * min(config.assumed_supervised, most_judged)
+    return reading_flops(config, target) + judged * _lm_head_flops(target)
+
+
+def reading_flops(config: HeadJobConfig, target: Any) -> float:
+    """Return the target's FLOPs per token of the data for what a store keeps."""
+    lm_head, forward = _lm_head_flops(target), forward_flops(target)
+    continued = num_continued_tokens(config.loss)
     # the first token needs no forward of its own
     forwards = max(0, continued - 1) * forward + (lm_head if continued else 0)
-    most_judged = drafts_per_token(config) * trained_depths(config.loss)
-    judged = judges * min(config.assumed_supervised, most_judged)
-    return forward - lm_head + judged * lm_head + config.assumed_supervised * forwards
+    return forward - lm_head + config.assumed_supervised * forwards
+
+
+def _lm_head_flops(target: Any) -> float:
+    return 2.0 * float(target.vocab_size * target.hidden_size)
 
 
 def draft_flops(counted: HeadStatistics) -> float:
@@ -132,11 +144,15 @@ def token_flops(config: HeadJobConfig, target: Any, counted: HeadStatistics) -> 
 
 
 def print_cost(
-    config: HeadJobConfig, target: Any, counted: HeadStatistics, layout: StoreLayout
+    config: HeadJobConfig,
+    target: Any,
+    counted: HeadStatistics,
+    layout: StoreLayout,
+    caches: Sequence[str],
 ) -> float:
-    """Print FLOPs, hours and the size of a disk store, and return the FLOPs.
+    """Print FLOPs, hours and the price of each store of states, and return the FLOPs.
 
-    The FLOPs are 0 if the number of tokens is unknown.
+    The FLOPs are 0 if the number of tokens is unknown. caches: the stores that the job allows.
     """
     teacher, draft = target_flops(config, target), draft_flops(counted)
     drafts, token = drafts_per_token(config), token_flops(config, target, counted)
@@ -151,25 +167,54 @@ def print_cost(
     flops = print_plan(
         config.loop, token, config.assumed_tflops, "assumed_tokens", config.assumed_tokens
     )
-    if flops and config.states.cache == "disk":
-        about = "about" if config.assumed_tokens else "at most"
-        unknown = (
-            ""
-            if config.assumed_tokens
-            else "; less where chats come twice: set assumed_tokens to the tokens of one pass"
-        )
-        print(
-            f"states: {about} {size(states_bytes(config, layout))} on disk in "
-            f"{config.states.folder}{unknown}"
-        )
+    print_stores(config, target, layout, caches, flops / token)
     return flops
+
+
+def print_stores(
+    config: HeadJobConfig, target: Any, layout: StoreLayout, caches: Sequence[str], tokens: float
+) -> None:
+    """Print the bytes and seconds of each store.
+
+    tokens: those that train, of which unknown data holds as many; 0: unknown.
+    """
+    if len(caches) == 1 or config.on_policy.share:
+        return
+    tflops = config.assumed_tflops
+    if not tokens:
+        print(
+            f"states: {size(1e6 * position_share(config, layout) * layout.bytes)} for each million "
+            f"tokens of the data, in memory or on disk (states.cache); set assumed_tokens to "
+            f"compare the stores"
+        )
+        return
+    once = config.assumed_tokens or tokens
+    prices = StorePrices(
+        once * position_share(config, layout) * layout.bytes,
+        once * reading_flops(config, target) / tflops / 1e12,
+        tokens / once,
+        max(1, config.parallel.processes),
+    )
+    for line in describe_choices(config.states, caches, prices, tflops):
+        print(line)
+    if not config.assumed_tokens:
+        print(
+            "    at most: less is stored where chats come twice; set assumed_tokens to the tokens "
+            "of one pass"
+        )
 
 
 def states_bytes(config: HeadJobConfig, layout: StoreLayout) -> float:
     """Return the bytes of the stored states of one pass over the data; 0 if its size is unknown."""
     loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
-    return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
+    share = position_share(config, layout)
+    return min(tokens, config.assumed_tokens or tokens) * share * layout.bytes
+
+
+def position_share(config: HeadJobConfig, layout: StoreLayout) -> float:
+    """Return the share of the data's tokens at which states are stored."""
+    return 1.0 if layout.context else config.assumed_supervised
 
 
 def print_memory(
