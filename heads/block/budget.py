@@ -13,10 +13,10 @@ def pass_budget(
     head: BlockHead, target: Target, depths: int, context: int, rows: float
 ) -> ForwardBudget:
     """Return the budget of one pass over the blocks of `rows` rows, and of its output layer."""
-    config, dtype = head.config, head.fc.weight.dtype
+    config, dtype = head.config, head.norm.weight.dtype
     tokens = config.block_size * rows
     found = budget.embedding(target, rows + 1)  # of the tips and of the mask token
-    found += budget.products(head.layers.parameters(), tokens)
+    found += budget.products(_layer_weights(head, of_context=False), tokens)
     sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     attended = budget.attention(*sizes, context, config.block_size, rows, dtype)
     found += attended.times(config.num_layers)
@@ -42,8 +42,19 @@ def correction_budget(
 
 
 def context_budget(head: BlockHead, rows: float) -> ForwardBudget:
-    """Return the budget of joining the taps of a new token; keys and values share its layers."""
-    return budget.products([head.fc.weight], rows)
+    """Return the budget of joining the taps of a new token; keys and values share its layers.
+
+    Heads with fusion per layer have other projections for them.
+    """
+    joined = [part for part in (head.fc, head.fusion) if part is not None]
+    weights = [weight for part in joined for weight in part.parameters()]
+    return budget.products([*weights, *_layer_weights(head, of_context=True)], rows)
+
+
+def _layer_weights(head: BlockHead, of_context: bool) -> list[Tensor]:
+    """Return the layers' weights of the context alone, or all others."""
+    named = head.layers.named_parameters()
+    return [weight for name, weight in named if ("_proj_target" in name) == of_context]
 
 
 def _correction_step(correction: Correction, target: Target, rows: float) -> ForwardBudget:

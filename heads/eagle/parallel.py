@@ -126,6 +126,9 @@ class ParallelEagleDrafter(EagleDrafter):
         count = self.width(gamma)
         passed = self._elements_budget(target, count, context, rows)
         passed += self._joining_budget(rows) + budget.embedding(target, rows)  # of the tip before
+        if self.config.masks_by_depth:
+            size = self.config.num_taps * self.config.hidden_size
+            passed += budget.table_rows(size, count - 1, self.cache.dtype)
         return passed.times(steps)
 
     def time_step(self, frontier: int = 1) -> None:
