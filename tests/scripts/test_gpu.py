@@ -78,6 +78,7 @@ for part in gpu.PARTS:
     assert run(part) == 0, part
 os.rename(f"{out}/gpu_exact.json", f"{out}/all_rows.json")
 os.rename(f"{out}/gpu_train.json", f"{out}/both_sides.json")
+os.rename(f"{out}/gpu_heads.json", f"{out}/all_heads.json")
 
 real = devices.runs_ahead
 # once more, with a host that runs ahead of its device as with a GPU
@@ -205,6 +206,15 @@ def test_every_line_runs_on_a_cpu_except_those_for_a_gpu(tmp_path: Path) -> None
     assert exact["chain, float64, graph"]["token"]["waits"] == "none"
     chosen = json.loads((tmp_path / "chosen" / "gpu_heads.json").read_text())["figures"]
     assert [*chosen] == ["autoregressive, graph", "autoregressive, eager", "done"]
+    heads = json.loads((tmp_path / "all_heads.json").read_text())["figures"]
+    for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "SpecDiff"):
+        mine = {figure: values for figure, values in heads.items() if name in figure.split(", ")}
+        (training,) = (values for figure, values in mine.items() if figure.startswith("training"))
+        assert training["tokens_per_second"] > 0
+        rounds = {figure.split(", ")[-1]: values for figure, values in mine.items()
+                  if figure.startswith("round, ")}  # fmt: skip
+        assert rounds.keys() == {"graph", "eager"}
+        assert all(values["round_ms"] > 0 for values in rounds.values())
     train = json.loads((tmp_path / "both_sides.json").read_text())["figures"]
     assert train["ours over trainer"] > 0 and train["ours, round 1"]["losses"][0] > 0
     recurrent = json.loads((tmp_path / "gpu_recurrent.json").read_text())["figures"]
