@@ -1,0 +1,60 @@
+"""The recipe of the table of all drafters: what its stages train, and what rows it measures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from heads.registry import KINDS
+from jobs.composing import compose_job
+from jobs.config import typed
+from jobs.drafters import describe
+from jobs.schemas import schema_of
+from jobs.stages import compose_stage
+
+SECONDS = {"every_head": 720, "every_head_chat24m": 300}
+
+
+def members(name: str, folder: Path) -> dict[str, list[Any]]:
+    """Return the configurations of a recipe's stages, by stage; a sweep has several."""
+    schema = schema_of("heads.train")
+    given = [f"+experiment={name}", f"output_dir={folder}"]
+    composed: DictConfig = compose_job("heads.train", schema, given)
+    config = typed(composed, schema)
+    stages = {one: compose_stage(one, config, composed) for one in config.stages}
+    return {one: list(stage.members) for one, stage in stages.items()}
+
+
+def write_drafter(folder: Path, name: str) -> None:
+    """Write what the list of drafters reads of a trained one."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "medusa"}))
+    (folder / "drafter_card.json").write_text(json.dumps({"name": name}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SECONDS)
+def test_every_kind_learns_for_equal_seconds_and_has_a_row(name: str, tmp_path: Path) -> None:
+    found = members(name, tmp_path)
+    trained = [one for stage, ones in found.items() if ".train" in stage for one in ones]
+    assert {one.loop.max_seconds for one in trained} == {SECONDS[name]}
+    heads = [one for one in trained if one.job == "heads.train"]
+    assert sorted(one.kind for one in heads) == sorted(KINDS)
+    names = {
+        one.output_dir: one.head.name if one.job == "heads.train" else one.student.name
+        for one in trained
+    }
+    for folder, drafter in names.items():
+        write_drafter(Path(folder) / "drafter", drafter)
+    (member,) = found["eval.run"]
+    evaluation: Any = typed(member, schema_of("eval.run"))
+    rows = describe(evaluation.drafters, evaluation.target, evaluation.prompt_lookup_control)
+    shapes = {"pruned tree", "jetspec tree", "eagle3 chain", "medusa chain"}
+    assert {*rows} == {*names.values(), *shapes, "prompt_lookup"}
+    assert len(rows) == len(names) + 5 == 20
+    assert (evaluation.batch_sizes, evaluation.sweep) == ([1, 8], [1, 2, 4, 7])
+    assert evaluation.temperatures == [0.0, 1.0]
+    assert max(one.loss.predict_n_tokens for one in heads) == max(evaluation.sweep)
+    assert {one.target.dtype for one in (*heads, evaluation)} == {evaluation.target.dtype}
