@@ -17,7 +17,7 @@ from decoding import devices
 from decoding.drafters.base import StatelessDrafter
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Tokens
+from decoding.interfaces import Capabilities, Chooser, Policies, Pool, Proposal, Tokens
 from decoding.stopping.base import cut
 
 
@@ -69,15 +69,28 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
     return Proposal(devices.tensor(padded, chooser.device, torch.long), counts_B)
 
 
-class TextPool:
-    """The end of the texts of earlier rows, at most `most` tokens."""
+def after_pools(before_B: Tokens, sequences_B: Tokens) -> list[Sequence[int]]:
+    """Return each row's sequence after the text of its pool, which may be empty."""
+    return [
+        [*before, *sequence] if before else sequence
+        for before, sequence in zip(before_B, sequences_B, strict=True)
+    ]
 
-    def __init__(self, most: int) -> None:
-        self.most, self.tokens = most, list[int]()
+
+class TextPool:
+    """The end of the texts of earlier rows, at most `most` tokens.
+
+    inner: pool of the drafter that drafts where the lookup finds nothing; None if it keeps none.
+    """
+
+    def __init__(self, most: int, inner: Pool | None = None) -> None:
+        self.most, self.inner, self.tokens = most, inner, list[int]()
 
     def end(self, sequence: Sequence[int]) -> None:
         """Append a text."""
         self.tokens = [*self.tokens, *sequence][-self.most :]
+        if self.inner is not None:
+            self.inner.end(sequence)
 
 
 class Lookup(StatelessDrafter):
@@ -131,10 +144,7 @@ class Lookup(StatelessDrafter):
         A match that reaches the end of the sequence is continued periodically. Rows without a match
         get none.
         """
-        texts_B = [
-            [*before, *sequence] if before else sequence
-            for before, sequence in zip(self._before, sequences_B, strict=True)
-        ]
+        texts_B = after_pools(self._before, sequences_B)
         drafted_B = [
             cut(continuation(text, index.find(text), budget), policy)
             for index, text, budget, policy in zip(

@@ -9,7 +9,7 @@ Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K candida
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,13 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Lookahead
-from decoding.drafters.prompt_lookup import Lookup, continuation, point_masses
+from decoding.drafters.prompt_lookup import (
+    Lookup,
+    TextPool,
+    after_pools,
+    continuation,
+    point_masses,
+)
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
@@ -27,6 +33,7 @@ from decoding.interfaces import (
     Drafter,
     Observation,
     Policies,
+    PoolKeeper,
     Proposal,
     RoundCosts,
     Target,
@@ -47,8 +54,10 @@ class LookupFirst:
             raise UserError(f"min_match is {min_match}, expected 1 or more.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
         # the index cannot be rolled back
-        self.capabilities = replace(drafter.capabilities, can_overlap=False)
+        self.capabilities = replace(drafter.capabilities, can_overlap=False, keeps_pools=True)
         self._indices: list[SuffixAutomaton] = []
+        # of each row: text of earlier rows that is indexed before its own
+        self._before: list[list[int]] = []
 
     @property
     def num_layers(self) -> int:
@@ -72,25 +81,40 @@ class LookupFirst:
         """Open the drafter and index the prompts."""
         self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
+        self._before = [[] for _ in prompts_B]
 
     def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
         """Let the drafter start the new rows, and index their prompts."""
         self.drafter.join(prompts_B, prefill_hidden_BNC)
         self._indices = [*self._indices, *(SuffixAutomaton(self.min_match) for _ in prompts_B)]
+        self._before = [*self._before, *([] for _ in prompts_B)]
+
+    def new_pool(self, most: int) -> TextPool:
+        """Return an empty pool of at most `most` tokens, and in it one of the drafter."""
+        inner = self.drafter
+        keeps = inner.capabilities.keeps_pools
+        return TextPool(most, cast(PoolKeeper, inner).new_pool(most) if keeps else None)
+
+    def use_pool(self, row: int, pool: Any) -> None:
+        """Index the pool's text before the row's own, and let the drafter use its pool."""
+        self._before[row], self._indices[row] = list(pool.tokens), SuffixAutomaton(self.min_match)
+        if pool.inner is not None:
+            cast(PoolKeeper, self.drafter).use_pool(row, pool.inner)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Resume the drafter and index the text again."""
         self.drafter.resume(prompt, kept, hidden_NC)
-        self._indices = [SuffixAutomaton(self.min_match)]
+        self._indices, self._before = [SuffixAutomaton(self.min_match)], [[]]
 
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Propose copied tokens for rows with a match, and the drafter's tokens for the others."""
+        texts_B = after_pools(self._before, sequences_B)
         copied_B = [
-            cut(continuation(sequence, index.find(sequence), budget), policy) if budget else []
-            for index, sequence, budget, policy in zip(
-                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            cut(continuation(text, index.find(text), budget), policy) if budget else []
+            for index, text, budget, policy in zip(
+                self._indices, texts_B, budgets_B, stopping_B, strict=True
             )
         ]
         copied = point_masses(copied_B, chooser)
@@ -122,6 +146,7 @@ class LookupFirst:
         """Keep only these rows."""
         self.drafter.select(rows)
         self._indices = [self._indices[row] for row in rows]
+        self._before = [self._before[row] for row in rows]
 
     def time_step(self, frontier: int = 1) -> None:
         """Run one step of the drafter; a lookup costs almost nothing."""

@@ -58,7 +58,7 @@ class ApiConfig(JobConfig):
     # seconds that running requests get to finish when the server is stopped
     grace_seconds: int = 5
     # let a request begin with the phrases and texts of earlier requests with the same key, for
-    # drafters that keep any (ouroboros, lookahead, prompt_lookup, suffix_lookup)
+    # drafters that keep any (ouroboros, lookahead, lookups, and all drafters with lookup first)
     keep_pools: bool = False
     # tokens of earlier texts that are kept for each key
     pool_tokens: int = 4096

@@ -107,8 +107,8 @@ def _pools(loaded: ChatModels, cfg: ApiConfig) -> Pools | None:
     drafter = loaded.engine.drafter
     if drafter is None or not drafter.capabilities.keeps_pools:
         raise UserError(
-            f"keep_pools=true needs a drafter that remembers texts, such as ouroboros or "
-            f"suffix_lookup; {drafter.name if drafter else 'plain decoding'} does not. Set "
-            f"keep_pools=false."
+            f"keep_pools=true needs a drafter that remembers texts, such as ouroboros, "
+            f"suffix_lookup or chain_with_lookup; {drafter.name if drafter else 'plain decoding'} "
+            f"does not. Set keep_pools=false."
         )
     return Pools(cast(PoolKeeper, drafter), cfg.pool_tokens)

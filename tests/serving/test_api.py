@@ -29,6 +29,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.7, "top_p": 0.9, "seed": 6},
 )
+# drafters that remember texts
+KEEPERS = ("suffix_lookup", "prompt_lookup", "lookahead", "chain_with_lookup")
+KEEPERS += ("ouroboros_with_lookup",)
 GROWTH_BYTES = 4 << 20  # of the process over the requests of the long test
 
 
@@ -294,11 +297,12 @@ def test_the_queue_is_bounded() -> None:
         served.wait_until_empty()
 
 
-def test_pools_stay_with_their_key(tmp_path: Any) -> None:
+@pytest.mark.parametrize("drafter", tiered(KEEPERS, ["chain_with_lookup"]))
+def test_pools_stay_with_their_key(drafter: str, tmp_path: Any) -> None:
     """Check that a key's second request drafts from its first, and another key's does not."""
     keys = tmp_path / "keys"
     keys.write_text("alpha\nbeta\n")
-    with serve("suffix_lookup", key_file=str(keys), keep_pools=True) as served:
+    with serve(drafter, key_file=str(keys), keep_pools=True) as served:
 
         def ask(key: str) -> tuple[str, float]:
             before = served.metric("row_rounds_total")
