@@ -50,6 +50,9 @@ class Objective(Protocol):
     metric_names: tuple[str, ...]
     # learning rates of single trained parameters, by parameter name
     rates: Mapping[str, Rate]
+    # True if ranks call its parts a different number of times. ZeRO-3 then works as ZeRO-2, with
+    # all trained weights on every rank, as ranks that gather them in each call would wait forever
+    keeps_weights: bool
 
     def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss in nats, sums of the metrics [len(metric_names)])."""

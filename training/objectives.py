@@ -40,6 +40,7 @@ class StaticObjective(nn.Module):
     """An objective without a schedule, whose weights all share one learning rate."""
 
     rates: Mapping[str, Rate] = {}
+    keeps_weights = False
 
     def begin(self, step: int, place: Place, rows: Rows) -> None:
         """Do nothing: every step is the same."""

@@ -30,6 +30,7 @@ class MaskedModel(nn.Module):
     """Objective of mode=l0: cross-entropy under sampled masks plus the Lagrangian penalty."""
 
     metric_names = ("accuracy",)
+    keeps_weights = False
 
     def __init__(self, model: Any, masks: Masks, config: L0Config, lr: float) -> None:
         """Free or freeze the weights, and set the masks' learning rates relative to the weights'.

@@ -34,7 +34,6 @@ from heads.block.shape import (
     BlockConfig,
 )
 from jobs.paths import name_anywhere
-from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.build import mask_token_of
 from training.heads.checkpoint import FolderLayout
@@ -114,7 +113,7 @@ class BlockKind(BlockPredictions, HeadKind):
 
     def rules(self, config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
         options, last = config.head, shape.target_layers - 1
-        drafts, kind = config.loss.predict_n_tokens, config.parallel.kind
+        drafts = config.loss.predict_n_tokens
         taps_fit = all(EMBEDDING <= tap <= last for tap in shape.taps)
         return {
             "head.layout": (options.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
@@ -154,10 +153,6 @@ class BlockKind(BlockPredictions, HeadKind):
                 shape.num_drafts == drafts,
                 f"a folder whose block drafts {drafts} tokens (loss.predict_n_tokens), not "
                 f"{shape.num_drafts}",
-            ),
-            "parallel.kind": (
-                kind not in SHARDED_WEIGHTS,
-                "a kind that does not shard the target, whose output layer is the head's",
             ),
         }
 

@@ -24,7 +24,6 @@ from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
 from jobs.paths import name_anywhere
-from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.build import mask_token_of
 from training.heads.config import HeadJobConfig
@@ -155,10 +154,6 @@ class EagleKind(EaglePredictions, HeadKind):
                 f"head.{name}": (not getattr(options, name), f"false, {only} has no such norm")
                 for name in norms
             },
-            "parallel.kind": (
-                config.parallel.kind not in SHARDED_WEIGHTS,
-                "a kind that does not shard the target, whose output layer is the head's",
-            ),
         }
 
     def empty(self, shape: EagleConfig) -> EagleHead:

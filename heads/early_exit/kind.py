@@ -25,7 +25,6 @@ from heads.early_exit.drafter import EarlyExitDrafter
 from heads.early_exit.model import EarlyExitConfig, EarlyExitHead
 from heads.layers import rope_at, rope_tables
 from jobs.paths import name_anywhere
-from jobs.ranks import SHARDED_WEIGHTS
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.features.taps import Layers
@@ -123,10 +122,6 @@ class EarlyExitKind(HeadKind):
             ),
             "loss.decay": (loss.decay == 1, f"1, {alike}"),
             "loss.depth_weights": (loss.depth_weights == DECAY, f"{DECAY}, {alike}"),
-            "parallel.kind": (
-                config.parallel.kind not in SHARDED_WEIGHTS,
-                "single, ddp, zero1 or zero2, as the head predicts with the target's whole lm_head",
-            ),
         }
 
     def empty(self, shape: EarlyExitConfig) -> EarlyExitHead:

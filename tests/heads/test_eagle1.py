@@ -349,7 +349,6 @@ def test_a_head_is_trained_resumed_bit_for_bit_and_drafts(
         (["loss.own_tokens=0.5"], "with loss.train_depths=1 no draft reads its own tokens"),
         (["loss.name=continuations"], "0 with loss.name=continuations, whose tokens"),
         (["on_policy.share=0.5"], "with loss.train_depths=1, at which no"),
-        (["parallel=fsdp"], "a kind that does not shard the target"),
         (["head=eagle3", "loss.state_weight=1"], "expected 0 with this head, which predicts no"),
         (["head=eagle3", "loss.train_depths=1"], "expected 0 with this head, which predicts no"),
         (["head=eagle3", "head.fc_bias=true"], "expected false, as only head=eagle1 has a bias"),

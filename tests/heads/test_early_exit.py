@@ -305,7 +305,6 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
         ("loss.own_tokens=0.5", "no draft reads its own tokens"),
         ("loss.name=continuations", "reads the target's states of the text's own tokens"),
         ("on_policy.share=0.5", "none of whose predictions reads a token that it drafts"),
-        ("parallel=zero3", "the head predicts with the target's whole lm_head"),
     ],
 )
 def test_invalid_settings_are_refused(change: str, words: str, tiny_target: Path) -> None:

@@ -61,6 +61,7 @@ class HeadObjective(StaticObjective):
     """Loss of a head over all its predictions in a batch."""
 
     indices_V: Tensor | None
+    keeps_weights = True  # drafts attend in chunks, whose number differs between ranks
 
     def __init__(
         self,

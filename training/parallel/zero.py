@@ -95,8 +95,8 @@ class ZeroAdamW:
     ) -> None:
         """Prepare DeepSpeed's engine for the objective `module`, which contains `trained`.
 
-        The module must be on its device. Raises UserError for weights of several dtypes, or of one
-        other than float32 and bfloat16.
+        The module, an Objective of training/loop.py, must be on its device. Raises UserError for
+        weights of several dtypes, or of one other than float32 and bfloat16.
         """
         named = trained_parameters(trained)
         dtypes = {parameter.dtype for parameter in module.parameters()}
@@ -109,6 +109,8 @@ class ZeroAdamW:
         self.device = self.parameters[0].device
         self._clip = config.clip
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        if module.keeps_weights:
+            settings["zero_optimization"]["stage"] = min(2, settings["zero_optimization"]["stage"])
         self.stage = settings["zero_optimization"]["stage"]
         _complete(settings, self.stage, dtypes.pop(), self.parameters)
         self.engine, _ = accelerator.prepare(module, make_adamw(named.items(), config, {}))
