@@ -55,5 +55,6 @@ class PlanConfig(JobConfig):
     curves: list[str] = field(default_factory=list)
     # tokens of each training; 0: as many as the known drafters read (their median), or 100 million
     training_tokens: int = 0
-    # sustained TFLOP/s of a training, for its hours
-    assumed_tflops: float = 100.0
+    # sustained TFLOP/s of a training, for its hours; 0: those of matrix products on this machine,
+    # which are measured and which no training exceeds
+    assumed_tflops: float = 0.0

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from decoding.costs.machine_limits import measure_limits
 from decoding.costs.measure import measure_costs, widths_to_time
 from decoding.costs.prediction import Costs
 from decoding.costs.timing import STEP_ROOM
@@ -43,6 +44,7 @@ from training.models.shapes import cache_bytes_per_token, parameter_counts, size
 
 FILE = "costs.jsonl"
 MEMINFO = Path("/proc/meminfo")
+READ_BYTES = 1 << 20  # that the measurement of the machine's limits reads, which is not used here
 # A model's tensors are held twice while they are converted and packed.
 COPIES = 2
 
@@ -177,6 +179,15 @@ def random_state(target: Any, dtype: torch.dtype, device: str) -> dict[str, torc
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(target, dtype=dtype, trust_remote_code=False)
     return dict(model.state_dict())
+
+
+def matrix_tflops(config: PlanConfig) -> float:
+    """Return the TFLOP/s of matrix products in the target's dtype on its device."""
+    device = device_of(config.target.device)
+    limits = measure_limits(
+        READ_BYTES, DTYPES[config.target.dtype], device, config.cost_seconds / 40
+    )
+    return limits.operations_a_second / 1e12
 
 
 # ------------------------------------------------------------------------------------ measurements

@@ -14,7 +14,14 @@ from decoding.models.folder import hash_input
 from decoding.values import check_settings
 from eval.plan.candidates import Candidate, candidates
 from eval.plan.config import PlanConfig
-from eval.plan.costs import CostFile, capacity, check_memory, has_weights, open_target
+from eval.plan.costs import (
+    CostFile,
+    capacity,
+    check_memory,
+    has_weights,
+    matrix_tflops,
+    open_target,
+)
 from eval.plan.curves import PARALLEL, SHAPES, Curve, collect, merge, read_curves, write_curves
 from eval.plan.report import advice, plan_page, print_plan
 from eval.plan.rows import Outlook, build_outlook
@@ -55,7 +62,8 @@ def run(config: PlanConfig) -> Path:
     pairs = [(one, known) for one in found if (known := costs.find(one)) is not None]
     if not pairs:
         raise UserError(f"no drafter is left to plan. {' '.join(notes)}")
-    outlook = build_outlook(config, pairs, curves)
+    tflops = config.assumed_tflops or matrix_tflops(config)
+    outlook = build_outlook(config, pairs, curves, tflops)
     _write(config, folder, outlook, notes)
     folder.write_manifest(inputs, {"advice": advice(outlook, config)}, finished=True)
     print_plan(outlook, config, notes)
@@ -100,7 +108,7 @@ def check(config: PlanConfig) -> None:
         ),
         ("cost_seconds", 0 < config.cost_seconds <= 3600, "more than 0, at most 3600"),
         ("training_tokens", config.training_tokens >= 0, "1 or more, or 0 if not known"),
-        ("assumed_tflops", config.assumed_tflops > 0, "more than 0"),
+        ("assumed_tflops", config.assumed_tflops >= 0, "more than 0, or 0 for this machine's"),
     ):
         if not valid:
             raise UserError(f"{key} is {vars(config)[key]}, expected {expected}.")
@@ -183,8 +191,9 @@ def _print_dry(config: PlanConfig, found: Sequence[Candidate]) -> None:
         cost = f"{operations(one.flops_a_token)} for each token of its training"
         if tokens := config.training_tokens:
             flop = one.flops_a_token * tokens
-            seconds = flop / config.assumed_tflops / 1e12
-            cost = f"{operations(flop)} on {tokens:,} tokens, {hours(seconds)}"
+            cost = f"{operations(flop)} on {tokens:,} tokens"
+            if config.assumed_tflops:
+                cost += f", {hours(flop / config.assumed_tflops / 1e12)}"
         print(f"  {one.name}: {one.parameters / 1e6:.1f} M parameters, {cost}")
     print(
         f"would measure {len(found)} drafters of random weights, some {config.cost_seconds:g} s "

@@ -70,8 +70,7 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
         start = "Train" if not number else "Or, for less training, train"
         found.append(
             f"{start} {row.drafter}: {expected}, after {operations(row.training_flop)} on "
-            f"{row.training_tokens:,} tokens, {hours(3600 * row.training_hours)} at "
-            f"{config.assumed_tflops:g} TFLOP/s."
+            f"{row.training_tokens:,} tokens, {_training_time(row, outlook, config)}."
         )
     return found
 
@@ -112,6 +111,13 @@ def _reliable(row: PlanRow, shown: str) -> str:
 
 def _doubt(row: PlanRow) -> str:
     return " from unreliable costs" if row.unreliable else ""
+
+
+def _training_time(row: PlanRow, outlook: Outlook, config: PlanConfig) -> str:
+    time = hours(3600 * row.training_hours)
+    if config.assumed_tflops:
+        return f"{time} at {config.assumed_tflops:g} TFLOP/s"
+    return f"at least {time} at the {outlook.tflops:.2g} TFLOP/s of this machine's matrix products"
 
 
 def _duration(hours: float) -> str:

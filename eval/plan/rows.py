@@ -72,7 +72,7 @@ class PlanRow:
     tokens_per_second: float | None  # predicted
     training_tokens: int
     training_flop: float
-    training_hours: float  # at assumed_tflops
+    training_hours: float  # at assumed_tflops or, without it, at the machine's
 
     @property
     def needed(self) -> float | None:
@@ -96,6 +96,7 @@ class Outlook:
     known_tokens: tuple[int, int]  # see AcceptanceModel.tokens_range; (0, 0): no curves
     baseline_tokens_per_second: float  # without a drafter
     V: dict[int, float]  # medians over the rows
+    tflops: float  # at which a training's hours are given
 
     @property
     def knows_acceptance(self) -> bool:
@@ -107,23 +108,24 @@ def build_outlook(
     config: PlanConfig,
     found: Sequence[tuple[Candidate, MeasuredCosts]],
     curves: Sequence[Curve],
+    tflops: float,
 ) -> Outlook:
-    """Return the plan. curves: of this target."""
+    """Return the plan. curves: of this target. tflops: TFLOP/s of a training."""
     chosen = choose_curves(curves)
     model = AcceptanceModel.fit(chosen) if chosen else None
     usual = model.usual.training_tokens if model else USUAL_TOKENS
     tokens = config.training_tokens or round(usual)
     baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
-    rows = [_row(config, *one, model, chosen, tokens, baseline) for one in found]
+    rows = [_row(config, *one, model, chosen, tokens, baseline, tflops) for one in found]
     forwards: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         for n, ratio in row.V.items():
             forwards[n].append(ratio)
     V = {n: median(ratios) for n, ratios in sorted(forwards.items())}
     if model is None:
-        return Outlook(rows, chosen, None, 0, (0, 0), baseline, V)
+        return Outlook(rows, chosen, None, 0, (0, 0), baseline, V, tflops)
     forms = len(model.left_out)
-    return Outlook(rows, chosen, model.error, forms, model.tokens_range, baseline, V)
+    return Outlook(rows, chosen, model.error, forms, model.tokens_range, baseline, V, tflops)
 
 
 def _row(
@@ -134,6 +136,7 @@ def _row(
     curves: Sequence[Curve],
     tokens: int,
     baseline: float,
+    tflops: float,
 ) -> PlanRow:
     costs, ratios, width = measured.costs, measured.ratios, dtype_of(config.target.dtype).itemsize
     source, rates = acceptance_of(config, one, model, curves, tokens, max(measured.nodes))
@@ -184,7 +187,7 @@ def _row(
         tokens_per_second=None if speedup is None else baseline * speedup,
         training_tokens=tokens,
         training_flop=flop,
-        training_hours=flop / config.assumed_tflops / 1e12 / 3600,
+        training_hours=flop / tflops / 1e12 / 3600,
     )
 
 

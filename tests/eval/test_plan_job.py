@@ -44,6 +44,7 @@ def config(home: Path, name: str, **changes: Any) -> PlanConfig:
         "max_draft_tokens": 3,
         "context": 24,
         "cost_seconds": 0.01,
+        "assumed_tflops": 100.0,
         "acceptance": str(home / "acceptance.jsonl"),
         "runs": [],
     }
@@ -166,6 +167,26 @@ def test_measured_and_predicted_acceptances_are_distinct(home: Path, tmp_path: P
     assert "~0." in capsys.readouterr().out
 
 
+def test_without_an_assumption_trainings_take_the_least_time_of_this_machine(
+    home: Path, tmp_path: Path, capsys: Any
+):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "medusa", 0, 0.1), curve(home, "chain", 2, 0.9)])
+    given = {"acceptance": str(file), "assumed_tflops": 0.0, "cost_seconds": 0.4}
+    rows = rows_in(again(home, tmp_path, **given))
+    (rate,) = {round(row.training_flop / row.training_hours / 3600 / 1e6) for row in rows}
+    assert 1e9 < 1e6 * rate < 1e15, "FLOP/s of a machine"
+    asked = config(home, "", **given)
+    fast = dataclasses.replace(
+        rows[0], unreliable="", predicted_speedup=9.0, speedup_high=9.0, acceptance=PREDICTED
+    )
+    outlook = Outlook([fast], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0}, 0.25)
+    (line,) = advice(outlook, asked)
+    assert " at the 0.25 TFLOP/s of this machine's matrix products." in line
+    (line,) = advice(outlook, dataclasses.replace(asked, assumed_tflops=100.0))
+    assert line.endswith(" at 100 TFLOP/s.") and "at least" not in line
+
+
 def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, tmp_path: Path):
     speeds = []
     for number, alpha in enumerate((0.2, 0.5, 0.8, 0.95)):
@@ -207,7 +228,7 @@ def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Pa
     never = dataclasses.replace(rows[0], needs=[Need(9.0, None, None)] * 2)
 
     def drawn(rows: list[PlanRow]) -> tuple[list[str], list[str]]:
-        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0})
+        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
         plot = needed_and_accepted(outlook, [0.1, 0.2])
         (axes,) = plot.figure.axes
         assert [one.get_text() for one in axes.get_yticklabels()] == [
@@ -318,7 +339,7 @@ def test_a_tree_of_trained_weights_needs_no_training(home: Path, tmp_path: Path)
     found = rows_in(again(home, tmp_path, acceptance=str(file)))
 
     def outlook(*rows: PlanRow) -> Outlook:
-        return Outlook([*rows], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0})
+        return Outlook([*rows], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
 
     def with_speed(row: PlanRow, speedup: float, **changes: Any) -> PlanRow:
         speeds = {"predicted_speedup": speedup, "speedup_low": speedup, "speedup_high": 2.2}
@@ -376,6 +397,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a large batch": ({"batch_size": 10**8}, "rows of 90 tokens.*are free. Lower batch_size"),
     "a long context": ({"context": 250}, "context is 250, expected at most 190"),
     "a speedup of 0": ({"speedups": [0.0]}, "speedups is .*expected one or more numbers above 0"),
+    "a slow training": ({"assumed_tflops": -1.0}, "assumed_tflops is -1.*0 for this machine's"),
     "a cold temperature": ({"temperature": -1.0}, "temperature is -1"),
 }
 
