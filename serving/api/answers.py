@@ -14,7 +14,8 @@ class ChoiceText:
     def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._stream, self._stops = TextStream(text_of), stops
         self._held = ""  # text that may begin a stop string
-        self.tokens = 0
+        self.ids: list[int] = []  # of all tokens, also of those whose text is held or cut
+        self._taken = 0  # of them, by `take_ids`
         self.finish: str | None = None
 
     def add(self, tokens: Sequence[int], finish: str | None) -> str:
@@ -22,7 +23,7 @@ class ChoiceText:
 
         finish: why the row has ended with them, None if it has not.
         """
-        self.tokens += len(tokens)
+        self.ids += tokens
         text = self._held + self._stream.add(tokens) + (self._stream.end() if finish else "")
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
@@ -31,6 +32,11 @@ class ChoiceText:
         kept = 0 if finish else self._unsure(text)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+    def take_ids(self) -> list[int]:
+        """Return the token ids since the last call."""
+        new, self._taken = self.ids[self._taken :], len(self.ids)
+        return new
 
     def _unsure(self, text: str) -> int:
         """Return the length of the longest end of the text with which a stop string begins."""
@@ -44,11 +50,14 @@ class ChoiceText:
 class Answer:
     """The JSON objects of one answer.
 
-    prompt_tokens: counted once for each prompt.
+    prompt_tokens: counted once for each prompt. return_ids: whether choices have `token_ids`, as
+    vLLM's have.
     """
 
-    def __init__(self, model: str, is_chat: bool, prompt_tokens: int) -> None:
-        self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
+    def __init__(
+        self, model: str, is_chat: bool, prompt_tokens: int, return_ids: bool = False
+    ) -> None:
+        self.is_chat, self.prompt_tokens, self.return_ids = is_chat, prompt_tokens, return_ids
         kind = "chat.completion" if is_chat else "text_completion"
         prefix = "chatcmpl" if is_chat else "cmpl"
         self._head = {
@@ -63,17 +72,18 @@ class Answer:
         return {
             **self._head,
             "choices": [
-                self._choice(index, text, choice.finish)
+                self._choice(index, text, choice)
                 for index, (text, choice) in enumerate(zip(texts, choices, strict=True))
             ],
             "usage": self.usage(choices),
         }
 
-    def _choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, choice: ChoiceText) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        content |= {"token_ids": choice.ids} if self.return_ids else {}
+        return {"index": index, **content, "logprobs": None, "finish_reason": choice.finish}
 
     def first_parts(self, choices: int) -> list[dict[str, Any]]:
         """Return the parts that begin a stream: of a chat, the role of each choice."""
@@ -82,11 +92,21 @@ class Answer:
         delta = {"role": "assistant", "content": ""}
         return [self._part(index, {"delta": delta}, None) for index in range(choices)]
 
-    def part(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
-        """Return a part of a stream."""
+    def parts(self, index: int, text: str, choice: ChoiceText) -> list[dict[str, Any]]:
+        """Return the parts of a stream for a choice's new text, and for its end."""
+        ids = choice.take_ids()
+        found = [self._text_part(index, text, None, ids)] if text else []
+        if choice.finish:
+            found.append(self._text_part(index, "", choice.finish, [] if text else ids))
+        return found
+
+    def _text_part(
+        self, index: int, text: str, finish: str | None, ids: Sequence[int]
+    ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
             content = {"delta": {"content": text} if text else {}}
+        content |= {"token_ids": ids} if self.return_ids else {}
         return self._part(index, content, finish)
 
     def _part(self, index: int, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
@@ -106,7 +126,7 @@ class Answer:
 
     def usage(self, choices: Sequence[ChoiceText]) -> dict[str, int]:
         """Return the numbers of tokens."""
-        answered = sum(choice.tokens for choice in choices)
+        answered = sum(len(choice.ids) for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": answered,

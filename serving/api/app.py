@@ -134,7 +134,7 @@ class Client:
         pool = None if api.pools is None else api.pools.of(key)
         requests = [replace(request, pool=pool) for request in asked.requests]
         self.job = Job(requests, self._deliver, asked.stream)
-        self.answer = Answer(api.limits.model, asked.is_chat, asked.prompt_tokens)
+        self.answer = Answer(api.limits.model, asked.is_chat, asked.prompt_tokens, asked.return_ids)
         self.choices = [
             ChoiceText(lambda ids: text_of(api.engine, ids), asked.stops) for _ in requests
         ]
@@ -144,8 +144,8 @@ class Client:
         with suppress(RuntimeError):  # the event loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, news)
 
-    async def news(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yield new text: the choice's index, the text, and why it has ended, if it has.
+    async def news(self) -> AsyncIterator[tuple[int, str]]:
+        """Yield a choice's index and its new text, which may be empty at its end.
 
         Raises RequestError for a job that failed, and ClientLeftError.
         """
@@ -160,7 +160,7 @@ class Client:
                 if choice.finish is None:
                     text = choice.add(new.tokens, new.finish)
                     if text or choice.finish:
-                        yield new.choice, text, choice.finish
+                        yield new.choice, text
 
     async def watch(self, receive: Receive) -> None:
         """Put GONE into the inbox when the client closes its connection."""
@@ -179,7 +179,7 @@ class Client:
         texts: list[list[str]] = [[] for _ in self.choices]
         watcher, outcome = asyncio.create_task(self.watch(receive)), "failed"
         try:
-            async for index, text, _ in self.news():
+            async for index, text in self.news():
                 texts[index].append(text)
             outcome = self.outcome
             return JSONResponse(self.answer.complete(["".join(one) for one in texts], self.choices))
@@ -207,10 +207,9 @@ class EventStream(Response):
         client, outcome, started = self.client, "failed", False
         watcher = asyncio.create_task(client.watch(receive))
         try:
-            async for index, text, finish in client.news():
+            async for index, text in client.news():
                 parts = [] if started else client.answer.first_parts(len(client.choices))
-                parts += [client.answer.part(index, text, None)] if text else []
-                parts += [client.answer.part(index, "", finish)] if finish else []
+                parts += client.answer.parts(index, text, client.choices[index])
                 if not started:
                     await send(START)
                     started = True

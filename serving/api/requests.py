@@ -20,7 +20,8 @@ LONGEST_NAME = 64  # characters of a field's name that are compared with the kno
 # fields of a request that are read, by endpoint
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 SHARED = ("model", "max_tokens", *SAMPLING, "seed", "stop", "stream", "stream_options", "n", "user")
-FIELDS = {CHAT: (*SHARED, "messages", "max_completion_tokens"), TEXT: (*SHARED, "prompt")}
+EXTENDED = (*SHARED, "return_token_ids")  # an extension of vLLM's
+FIELDS = {CHAT: (*EXTENDED, "messages", "max_completion_tokens"), TEXT: (*EXTENDED, "prompt")}
 # fields of OpenAI's API that this server does not support -> values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
@@ -70,6 +71,7 @@ class Asked:
     stream: bool
     include_usage: bool
     prompt_tokens: int  # of all prompts, each counted once
+    return_ids: bool = False  # whether the answer has the token ids too
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -115,7 +117,8 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits) -> Asked:
         Request(prompt, settings, number) for prompt in prompts for number in range(choices)
     ]
     usage = _include_usage(body, stream)
-    return Asked(requests, path == CHAT, stream, usage, sum(map(len, prompts)))
+    ids = _value(body, "return_token_ids", False, SWITCH)
+    return Asked(requests, path == CHAT, stream, usage, sum(map(len, prompts)), ids)
 
 
 def _check_fields(path: str, body: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The server under load, asked by OpenAI's own client: every text is that of a decode alone."""
+"""The server under load, asked by OpenAI's own client: all tokens are those of a decode alone."""
 
 import asyncio
 import gc
@@ -44,8 +44,12 @@ def questions(count: int) -> list[tuple[list[int], dict[str, Any]]]:
     ]
 
 
-def expected(served: Served, prompt: list[int], asked: dict[str, Any]) -> tuple[str, int]:
-    """Return the text of a decode alone, and its number of tokens.
+# the extension of vLLM's, under which answers have their token ids
+WITH_IDS = {"return_token_ids": True}
+
+
+def expected(served: Served, prompt: list[int], asked: dict[str, Any]) -> tuple[str, list[int]]:
+    """Return the text of a decode alone, and its tokens.
 
     A random model writes bytes that are no characters. Their text is that of a stream, which
     shows a byte before it can know that the next one spoils it.
@@ -54,24 +58,25 @@ def expected(served: Served, prompt: list[int], asked: dict[str, Any]) -> tuple[
     settings = replace(served.settings, max_new_tokens=asked["max_tokens"], **given)
     done = alone(prompt, settings)
     text = ChoiceText(lambda ids: text_of(served.engine, ids), ())
-    return text.add(done.tokens, done.finish), len(done.tokens)
+    return text.add(done.tokens, done.finish), done.tokens
 
 
 async def ask_all(
     served: Served, asked: Sequence[tuple[list[int], dict[str, Any]]]
-) -> list[tuple[str, int] | None]:
+) -> list[tuple[str, list[int]] | None]:
     """Send all requests at once; every second one leaves, half of these in mid-stream.
 
-    Returns the texts and their numbers of tokens, None for the requests that left.
+    Returns the texts and their tokens, None for the requests that left.
     """
     async with served.async_client() as client:
 
-        async def ask(number: int) -> tuple[str, int] | None:
+        async def ask(number: int) -> tuple[str, list[int]] | None:
             prompt, given = asked[number]
             create = client.completions.create
             if number % 2 == 0:
-                done = await create(model=served.model, prompt=prompt, **given)
-                return done.choices[0].text, done.usage.completion_tokens
+                done = await create(model=served.model, prompt=prompt, extra_body=WITH_IDS, **given)
+                assert done.usage.completion_tokens == len(done.choices[0].token_ids)
+                return done.choices[0].text, done.choices[0].token_ids
             if number % 4 == 1:
                 stream = await create(
                     model=served.model, prompt=prompt, stream=True, **{**given, "max_tokens": 200}
@@ -176,13 +181,18 @@ def test_a_stream_has_the_text_of_the_whole_answer() -> None:
     with serve() as served, served.client() as client:
         given: dict[str, Any] = {"max_tokens": 20, "seed": 3, "temperature": 0.8, "n": 2}
         messages: Any = [{"role": "user", "content": "Name a colour."}]
-        whole = client.chat.completions.create(model=served.model, messages=messages, **given)
+        asked: dict[str, Any] = {"model": served.model, "messages": messages, **given}
+        without = client.chat.completions.create(**asked)
+        assert not any(hasattr(choice, "token_ids") for choice in without.choices)
+        whole = client.chat.completions.create(**asked, extra_body=WITH_IDS)
         texts, ends, usage = ["", ""], [None, None], None
+        ids: list[list[int]] = [[], []]
         stream = client.chat.completions.create(
             model=served.model,
             messages=messages,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body=WITH_IDS,
             **given,
         )
         parts = 0
@@ -191,8 +201,11 @@ def test_a_stream_has_the_text_of_the_whole_answer() -> None:
             for choice in part.choices:
                 parts += bool(choice.delta.content)
                 texts[choice.index] += choice.delta.content or ""
+                ids[choice.index] += getattr(choice, "token_ids", [])
                 ends[choice.index] = choice.finish_reason or ends[choice.index]
         assert texts == [choice.message.content for choice in whole.choices]
+        assert ids == [getattr(choice, "token_ids") for choice in whole.choices]  # noqa: B009
+        assert sum(map(len, ids)) == whole.usage.completion_tokens  # type: ignore[union-attr]
         assert ends == [choice.finish_reason for choice in whole.choices]
         assert parts > 2 and texts[0] != texts[1]
         assert usage == whole.usage and usage is not None and usage.completion_tokens <= 40

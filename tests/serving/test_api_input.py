@@ -60,6 +60,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ""}, "stop", "1 to 256 characters"),
     ({"n": 5}, "n", "from 1 to 4"),
     ({"stream": "yes"}, "stream", "true or false"),
+    ({"return_token_ids": 1}, "return_token_ids", "true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     ({"prompt": []}, "prompt", "expected a text"),
     ({"prompt": [[]]}, "prompt", "empty"),
