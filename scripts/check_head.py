@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from decoding.drafters.registry import check_fits, head_of
+from decoding.drafters.fit import check_fits
+from decoding.drafters.registry import head_of
 from decoding.engine import load
 from decoding.errors import UserError
 from decoding.loop import decode

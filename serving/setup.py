@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.build import options_of
-from decoding.drafters.registry import check_fits, head_of, imported
+from decoding.drafters.fit import check_fits
+from decoding.drafters.registry import head_of, imported
 from decoding.drafters.trees.sampled_children import KINDS
 from decoding.engine import Engine, stop_tokens, text_of, with_costs
 from decoding.errors import UserError, without_stop

@@ -11,12 +11,12 @@ import torch
 
 from decoding.devices import device_of
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.fit import check_fits
 from decoding.drafters.options import check_options
 from decoding.drafters.other_vocabulary import OtherVocabulary
 from decoding.drafters.registry import (
     AUTO,
     DRAFTERS,
-    check_fits,
     drafter_of,
     head_of,
     imported,

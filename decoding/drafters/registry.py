@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.models.folder import CARD, hash_input, is_gguf, read_config, read_json
+from decoding.models.folder import read_json
 
 AUTO = "auto"  # a drafter's dtype: see decoding.models.native.linear.draft_dtype
 
@@ -161,34 +161,3 @@ def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
         f"{where} {use!r} is neither a folder (looked in {Path.cwd()}) nor the name of a drafter "
         f"({', '.join(names)})" + (f"; the nearest is '{near[0]}'." if near else ".")
     )
-
-
-def check_fits(
-    target_folder: str | Path, head_folder: str | Path, any_target: bool = False
-) -> None:
-    """Raise UserError for a head that was made for another target.
-
-    The hidden size and vocabulary are compared, and the target's hash if the head's card has one.
-    Published heads have no card. A GGUF file holds converted weights, whose hash is another one.
-    any_target: accept other weights of the same sizes.
-    """
-    target = read_config(target_folder)
-    head = read_json(Path(head_folder) / "config.json")  # may lack a model_type
-    where = f"{head_folder} cannot draft for {target_folder}:"
-    for key in ("hidden_size", "vocab_size"):
-        if key in head and target.get(key) != head[key]:
-            raise UserError(
-                f"{where} {key} is {target.get(key)} in the target and {head.get(key)} in the "
-                f"head. Use a head that was trained for this target."
-            )
-    card = Path(head_folder) / CARD
-    expected = read_json(card).get("target_hash") if card.is_file() else None
-    if expected is None or any_target or is_gguf(target_folder):
-        return
-    found = hash_input(Path(target_folder))
-    if expected != found:
-        raise UserError(
-            f"{where} {card} expects a target with hash {expected[:12]}, found {found[:12]}: the "
-            f"weights, configuration or tokenizer differ. Use the target that the head was trained "
-            f"on, or continue the head's training on this one (+experiment=retarget)."
-        )

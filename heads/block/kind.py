@@ -105,6 +105,9 @@ class BlockKind(BlockPredictions, HeadKind):
     def reads_tokens(self, shape: BlockConfig) -> bool:
         return shape.correction != NONE
 
+    def mask_token(self, shape: BlockConfig) -> int:
+        return shape.mask_token_id
+
     def longest_draft(self, shape: BlockConfig) -> int:
         return shape.num_drafts
 

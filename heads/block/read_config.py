@@ -91,6 +91,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         rope_theta=reader.number("rope_theta"),
         draft_vocab_size=reader.draft_vocab_size(),
     )
+    checkpoint.check_trained(folder, "block_size", config.block_size, "block_size")
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
     return config
 
@@ -206,6 +207,10 @@ class _Reader:
                 f"{quote(ours)}. One of them was changed: use the config.json that was written "
                 f"with these weights."
             )
+        most = self.target_layers() or max(taps)
+        if max(taps) > most:
+            expected = f"layers up to {most + less}, as the target has {most} layers"
+            raise self._error(key, ids, expected)
         return taps
 
     def correction(self) -> str:

@@ -157,6 +157,7 @@ def read_head_config(folder: Path) -> EagleConfig:
         (mask_key, mask), (tokens_key, tokens) = one_pass.items()
         checkpoint.check_size(file, tokens_key, tokens, 2)
         checkpoint.check_size(file, mask_key, mask, 0, V - 1)
+        checkpoint.check_trained(folder, tokens_key, tokens, "parallel")
         sizes |= {"parallel": tokens, "mask_token_id": mask}
     return EagleConfig(
         vocab_size=V,

@@ -93,6 +93,7 @@ class EagleDrafter(RankedTree):
             children=children,
         )
         self._chain = shape == "chain"
+        self._longest_text = 0  # of the target
         tree = self.capabilities
         self.capabilities = Capabilities(
             shape,
@@ -125,13 +126,24 @@ class EagleDrafter(RankedTree):
         super().prepare(target, costs)
         check_target(self.name, self.config, self.cache.device, target)
         self.capabilities = replace(self.capabilities, taps=self.config.taps_of(target.num_layers))
-        self.cache.embed = target.embed
+        self.cache.embed, self._longest_text = target.embed, target.max_length
         if self.config.predicts_states:
             dtype = DTYPES[target.dtype]
             self.cache.lm_head = lambda hidden: target.lm_head(hidden.to(dtype))
 
     def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Read the prompts' tokens and states, with room for nodes that are not proposed."""
+        """Read the prompts' tokens and states, with room for nodes that are not proposed.
+
+        Raises UserError for texts that may be longer than the head's positions.
+        """
+        positions = self.config.max_positions
+        longest = capacity - (0 if self._chain else self.max_nodes)
+        if longest > positions < self._longest_text:
+            raise UserError(
+                f"drafter '{self.name}': its head has {positions:,} positions, but the texts and "
+                f"their drafts may have {longest:,}. Load the target with max_length={positions}, "
+                f"or use shorter prompts or fewer new tokens."
+            )
         self.cache.open(len(prompts_B), capacity + self.max_nodes * self.frontier)
         self._budget = None
         self._read_prompts(prompts_B, prefill_hidden_BNC)

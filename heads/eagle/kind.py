@@ -98,6 +98,9 @@ class EagleKind(EaglePredictions, HeadKind):
     def reads_tokens(self, shape: EagleConfig) -> bool:
         return not self.parallel
 
+    def mask_token(self, shape: EagleConfig) -> int | None:
+        return shape.mask_token_id if self.parallel else None
+
     def cached_numbers(self, shape: EagleConfig) -> int:
         return shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim  # states, keys, values
 
@@ -111,6 +114,10 @@ class EagleKind(EaglePredictions, HeadKind):
                 f"(loss.predict_n_tokens; 0: a token a step), not {shape.parallel}"
                 if shape.predicts_states == self.predicts_states
                 else f"a folder of head={self.name}",
+            ),
+            "data.max_length": (
+                not config.head.path or config.data.max_length <= shape.max_positions,
+                f"at most {shape.max_positions}, the positions of the head in head.path",
             ),
             "head.start": (options.start in STARTS, f"one of {', '.join(STARTS)}"),
             "head.taps": (

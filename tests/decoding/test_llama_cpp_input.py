@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import decoding
-from decoding.drafters.registry import check_fits
+from decoding.drafters.fit import check_fits
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.models.folder import read_config

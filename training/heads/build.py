@@ -1,5 +1,6 @@
 """The head that training starts from: a new one, or that of the folder in head.path."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from decoding.models.text.mask_token import check_mask_token, choose_mask_token
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve_model
 from jobs.ranks import is_rank
+from training.data.packing import Sample
 from training.heads.checkpoint import check_sizes
 from training.heads.config import HeadJobConfig, HeadOptions
 from training.heads.kind import HeadKind
@@ -66,6 +68,18 @@ def mask_token_of(config: HeadJobConfig, asked: int | None, target: Any) -> int:
     tokenizer = load_tokenizer(folder)
     special = (*stop_tokens(folder, tokenizer), target.pad_token_id, target.bos_token_id)
     return choose_mask_token(MASK_TOKEN_KEY, asked, tokenizer, target.vocab_size, special)
+
+
+def describe_mask_token(token: int | None, samples: Sequence[Sample]) -> str:
+    """Describe how often training texts have the mask token; empty if they never do."""
+    count = 0 if token is None else sum(int((sample.ids == token).sum()) for sample in samples)
+    if not count:
+        return ""
+    return (
+        f"the training texts have the mask token {token} {count:,} times. Drafts after it stay "
+        f"exact, but the head cannot tell it from a slot to fill: set {MASK_TOKEN_KEY} to an id "
+        f"that no text has"
+    )
 
 
 def start_head(kind: HeadKind, options: HeadOptions, shape: Any) -> Any:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS, refuse_nonfinite
+from decoding.models.folder import CARD, WEIGHTS, read_json, refuse_nonfinite
 from jobs.files import disk_error, save_tensors
 
 
@@ -114,6 +114,22 @@ def check_size(file: Path, key: str, value: Any, least: int, most: int | None = 
         f"{file}: {key} is {value!r}, expected a whole number {expected}. Use the config.json that "
         f"was written with these weights."
     )
+
+
+def check_trained(folder: Path, key: str, value: int, field: str) -> None:
+    """Raise UserError if a head's card has another trained size than config.json.
+
+    No tensor has this size, such as the number of tokens of a pass. Published folders have no card.
+    key: in config.json. field: of the head's shape.
+    """
+    card = folder / CARD
+    shape = read_json(card).get("shape") if card.is_file() else None
+    trained = shape.get(field, value) if isinstance(shape, dict) else value
+    if trained != value:
+        raise UserError(
+            f"{folder / 'config.json'}: {key} is {value}, but the head was trained with {trained} "
+            f"({CARD}). Use the config.json that was written with these weights."
+        )
 
 
 def check_sizes(folder: Path, shape: Any, target: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decoding.drafters.registry import check_fits
+from decoding.drafters.fit import check_fits
 from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_json
 from decoding.models.text.compatible import check_same_tokenizer

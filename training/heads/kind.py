@@ -96,6 +96,10 @@ class HeadKind(PredictingHead, Protocol):
         """Return whether predictions depend on the tokens drafted before them."""
         return False
 
+    def mask_token(self, shape: Any) -> int | None:
+        """Return the token of slots that the head fills, which no text should have."""
+        return None
+
     def longest_draft(self, shape: Any) -> int | None:
         """Return the largest number of tokens of a chain; None: no limit."""
         return None

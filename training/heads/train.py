@@ -37,7 +37,7 @@ from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
-from training.heads.build import initialize_head, shape_of, start_head
+from training.heads.build import describe_mask_token, initialize_head, shape_of, start_head
 from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target, check_start
 from training.heads.config import HeadJobConfig, describe_overridden
@@ -140,6 +140,9 @@ def train(job: HeadJob, run: Run) -> None:
         tokenizer, config.data, config.loop, config.seed, parallel.is_main, printed
     )
     check_predictions(data.samples, config.loss.predict_n_tokens)
+    note = describe_mask_token(kind.mask_token(shape), data.samples)
+    if note and parallel.is_main:
+        print(f"note: {note}")
     lm_head_VH = target.get_output_embeddings().weight.detach()
     head, is_new = start_head(kind, config.head, shape), not config.head.path
     if is_new:
