@@ -39,11 +39,13 @@ from heads.block.shape import (
     SELECTOR,
     BlockConfig,
 )
+from training.heads.config_keys import Key
 from training.heads.published import (
     EMBEDDING_COPY,
     HIDDEN_STATES,
     LM_HEAD_COPY,
     OUTPUTS,
+    PROPOSALS,
     Contract,
     Launch,
     PublishedLayout,
@@ -271,6 +273,56 @@ def _launch_sglang(target: str, layout: str, shape: BlockConfig, tokens: int) ->
 
 _OUTPUT_LAYERS = {f"{OPTIONS}.{LAYERS}": OUTPUTS, LAYERS: OUTPUTS}
 _READABLE = {"passes": 1, "reads_embedding": False, "gru_size": 0, "fusion": FC}
+_BY_ARCHITECTURE = (
+    *(each for each in _SERVED_NAMES.values() if each != _SERVED_NAMES[GRU]),
+    *DEEPSPEC.corrections.values(),
+)
+_UNCALIBRATED = "stops by the confidence as it was trained"
+_VLLM_KEYS = (
+    Key(
+        (f"{OPTIONS}.causal", "is_causal", "causal"),
+        "causal",
+        default=False,
+        layouts=(SERVED.name,),
+        effect="the slots of a block see others than in training",
+    ),
+    Key(
+        ("sliding_window_non_causal",),
+        wanted=True,
+        default=False,
+        layouts=(SPECULATORS.name,),
+        effect="it makes blocks causal",
+    ),
+    Key(
+        (LAYOUT_KEY,),
+        "anchor_first",
+        default=True,
+        applies=lambda shape: shape.correction == MARKOV,
+        effect="every token would be drafted for another place",
+    ),
+    Key(
+        (LAYOUT_KEY,),
+        "anchor_first",
+        default=False,
+        ignored=True,
+        applies=lambda shape: shape.correction != MARKOV,
+        effect="every token would be drafted for another place",
+    ),
+    Key(("enable_confidence_head",), "confidence", default=True, layouts=(SPECULATORS.name,)),
+    Key(
+        (SPECULATORS.verifier,),
+        layouts=(SPECULATORS.name,),
+        without="needs the target's name in its command",
+    ),
+    Key((PROPOSALS,), layouts=(SPECULATORS.name,), effect="it drafts the number of tokens in it"),
+)
+_SGLANG_KEYS = (
+    Key(
+        (f"{OPTIONS}.mask_token_id", "mask_token_id"),
+        "mask_token_id",
+        without="takes the token <|MASK|> for masks",
+    ),
+)
 _SERVERS = (
     Server(
         "vLLM 0.32",
@@ -279,6 +331,9 @@ _SERVERS = (
         ignored=(T2D,),
         needs={LM_HEAD_COPY: "draft_vocab_size"},
         launch=_launch_vllm,
+        keys=_VLLM_KEYS,
+        architectures={each.name: _BY_ARCHITECTURE for each in (SERVED, DEEPSPEC)},
+        skips={f"{OPTIONS}.{TEMPERATURES}": _UNCALIBRATED, TEMPERATURES: _UNCALIBRATED},
     ),
     Server(
         "SGLang 0.5.23",
@@ -287,6 +342,8 @@ _SERVERS = (
         ignored=(T2D,),
         refused=("speculators",),
         launch=_launch_sglang,
+        keys=_SGLANG_KEYS,
+        skips={f"{OPTIONS}.{TEMPERATURES}": _UNCALIBRATED, TEMPERATURES: _UNCALIBRATED},
     ),
 )
 

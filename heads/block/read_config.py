@@ -41,7 +41,7 @@ from heads.block.shape import (
     BlockConfig,
 )
 from training.heads import checkpoint
-from training.heads.published import get
+from training.heads.config_keys import get
 
 # values of keys that change a head's layers, of which others are not read
 ONLY = (

@@ -38,7 +38,8 @@ from heads.eagle.layouts import (
 )
 from heads.eagle.model import NUM_TAPS, EagleConfig, EagleHead, read_rope
 from training.heads import checkpoint
-from training.heads.published import EMBEDDING_COPY, PublishedLayout, get
+from training.heads.config_keys import get
+from training.heads.published import EMBEDDING_COPY, PublishedLayout
 
 # fields of config.json that this head has with one value only
 _FIXED: dict[str, Any] = {

@@ -27,6 +27,7 @@ from typing import Any
 
 from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from heads.eagle.model import NUM_TAPS, EagleConfig
+from training.heads.config_keys import Key, get
 from training.heads.published import (
     EMBEDDING_COPY,
     HIDDEN_STATES,
@@ -36,7 +37,6 @@ from training.heads.published import (
     Launch,
     PublishedLayout,
     Server,
-    get,
     sglang_launch,
     vllm_launch,
     within,
@@ -272,12 +272,30 @@ def _launch_sglang(target: str, layout: str, shape: EagleConfig, tokens: int) ->
     return sglang_launch(target, "EAGLE" if shape.predicts_states else "EAGLE3", options)
 
 
+_OWN_EMBEDDING = "it reads an embedding of the head's own"
+_IN_PARTS = (SERVED.name, SPECFORGE.name, MODELOPT.name)  # whose keys are not speculators'
 _VLLM = Server(
     "vLLM 0.32",
     layers={LAYERS: HIDDEN_STATES, SERVED_LAYERS: HIDDEN_STATES},
     ignored=("t2d",),
     unreadable=_unreadable_in_vllm,
     launch=_launch_vllm,
+    keys=(
+        Key((SWITCHES[2],), SWITCHES[2], default=False, layouts=_IN_PARTS),
+        # what it takes over from speculators has another default
+        Key((SWITCHES[2],), SWITCHES[2], default=True, layouts=(SPECULATORS.name,)),
+        Key(
+            (SPECULATORS.verifier,),
+            layouts=(SPECULATORS.name,),
+            without="needs the target's name in its command",
+        ),
+        Key(
+            (PROPOSALS,),
+            layouts=(SPECULATORS.name,),
+            effect="it drafts the number of tokens in it",
+        ),
+    ),
+    architectures=dict.fromkeys(_IN_PARTS, (ARCHITECTURE, "Eagle3LlamaForCausalLM")),
 )
 _SGLANG = Server(
     "SGLang 0.5.23",
@@ -286,11 +304,33 @@ _SGLANG = Server(
     ignored=("t2d", "mask_hidden"),
     refused=(SPECULATORS.name,),
     launch=_launch_sglang,
+    keys=(Key(("draft_vocab_size",), "num_drafted", without="takes the target's lm_head"),),
+    architectures=dict.fromkeys(_IN_PARTS, (ARCHITECTURE,)),
+)
+_SPECULATORS = Server(
+    "speculators 0.9",
+    refused=_IN_PARTS,
+    keys=(Key(("embed_requires_grad",), wanted=False, default=True, effect=_OWN_EMBEDDING),),
+)
+_SPECFORGE = Server(
+    "SpecForge 0.2",
+    refused=(SERVED.name, MODELOPT.name, SPECULATORS.name),
+    keys=(
+        Key(
+            ("norm_output",),
+            wanted=False,
+            default=False,
+            applies=lambda shape: shape.norm_output and not shape.parallel,
+            effect="it norms the input of the lm_head by this key, and feeds back the state "
+            "without its norm",
+        ),
+    ),
 )
 _PARALLEL_SERVERS = (
     # for SpecForge's own name: `Model architectures ['Eagle3PEagleDraftModel'] are not supported`
     replace(_VLLM, refused=(SPECFORGE.name,), only=_ONE_STATE),
     replace(_SGLANG, refused=(SPECFORGE.name, SPECULATORS.name)),
+    _SPECULATORS,
 )
 
 
@@ -344,7 +384,9 @@ def _contract(servers: tuple[Server, ...], *layouts: PublishedLayout) -> Contrac
     return Contract(named, layout_of, servers, READ_AS, frozenset({EMBEDDING_COPY}), optional)
 
 
-CONTRACT = _contract((_VLLM, _SGLANG), SERVED, SPECFORGE, MODELOPT, SPECULATORS)
+CONTRACT = _contract(
+    (_VLLM, _SGLANG, _SPECULATORS, _SPECFORGE), SERVED, SPECFORGE, MODELOPT, SPECULATORS
+)
 PARALLEL_CONTRACT = _contract(
     _PARALLEL_SERVERS, SERVED_PARALLEL, SPECFORGE_PARALLEL, SPECULATORS_PARALLEL
 )

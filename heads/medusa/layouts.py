@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.medusa.model import MedusaConfig
+from training.heads.config_keys import Key
 from training.heads.published import Contract, Launch, PublishedLayout, Server, vllm_launch
 
 MODEL_TYPE = "medusa"
@@ -96,8 +97,28 @@ CONTRACT = Contract(
     {each.name: each for each in (VLLM, ORIGINAL)},
     layout_of,
     servers=(
-        Server("vLLM 0.32", refused=("original",), unreadable=_unreadable, launch=_launch_vllm),
-        Server("FasterDecoding/Medusa", assumed={"num_heads": 5}, refused=("vllm",)),
+        Server(
+            "vLLM 0.32",
+            refused=("original",),
+            unreadable=_unreadable,
+            launch=_launch_vllm,
+            keys=(
+                Key(
+                    ("medusa_fc_bias",),
+                    wanted=True,
+                    default=False,
+                    effect="it skips the biases of the blocks",
+                ),
+            ),
+            architectures={"vllm": ("MedusaModel",)},
+            skips={ACCURACY: "drafts a chain of the likeliest tokens"},
+        ),
+        Server(
+            "FasterDecoding/Medusa",
+            assumed={"num_heads": 5},
+            refused=("vllm",),
+            keys=(Key((ORIGINAL.verifier,), effect="it loads the target by it"),),
+        ),
     ),
     read_as=_READ_AS,
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import D2T, T2D, is_drafted
 from decoding.models.folder import WEIGHTS
+from training.heads.config_keys import Key, architecture_note, get
 
 EMBEDDING_COPY, LM_HEAD_COPY = "embed_tokens.weight", "lm_head.weight"  # of the target, in files
 PROPOSALS = "speculators_config.proposal_methods"
@@ -168,6 +169,10 @@ class Server:
     only: Mapping[str, Any] = field(default_factory=dict)  # field -> the one value that it reads
     # tensor -> field; without the tensor it does not load heads whose field is not 0
     needs: Mapping[str, str] = field(default_factory=dict)
+    keys: tuple[Key, ...] = ()  # that it may read otherwise than this project
+    # layout -> architectures that it loads such heads by; it needs none in other layouts
+    architectures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skips: Mapping[str, str] = field(default_factory=dict)  # paths -> what it does instead
 
     # layout, shape -> further reasons why it does not load a head, in words
     unreadable: Callable[[str, Any], list[str]] = lambda layout, shape: []
@@ -191,7 +196,16 @@ class Server:
         skipped = [name for name in tensors if name in self.ignored]
         notes += [f"ignores the tensors {', '.join(skipped)}"] if skipped else []
         notes += self.lacks(tensors, shape)
-        return [f"{self.name} {note}" for note in notes]
+        notes += [
+            architecture_note(values, self.architectures.get(layout, ())),
+            *(key.note(layout, values, shape) for key in self.keys),
+            *(
+                f"ignores {path} and {does}"
+                for path, does in self.skips.items()
+                if get(values, path)
+            ),
+        ]
+        return [f"{self.name} {note}" for note in notes if note]
 
     def launch_of(self, target: str, layout: str, shape: Any, tokens: int = 0) -> Launch | None:
         """Return the command that serves a target with the head; None if the server cannot.
@@ -264,14 +278,6 @@ def rename(name: str, renames: Renames) -> str:
     for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def get(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a path of config.json; None if there is none."""
-    found: Any = values
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
