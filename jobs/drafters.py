@@ -28,7 +28,7 @@ from decoding.drafters.build import (
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.options import check_options
 from decoding.drafters.registry import DRAFTERS, TRAINED, drafter_of, head_of, imported
-from decoding.drafters.remote import RemoteChain
+from decoding.drafters.remote import RemoteChain, RemoteParallelChain
 from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
@@ -43,11 +43,14 @@ from jobs.drafter_use import ALONE, USE, DrafterUse
 from jobs.paths import data_folder, resolve_model
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-# class of a chain drafter whose schedule runs it at the same time as the target
-WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
+# a chain drafter -> that in a worker process, for schedules that run it with the target
+IN_WORKER: dict[type, type[RemoteChain]] = {
+    kind.kind: kind for kind in (RemoteChain, RemoteParallelChain)
+}
+WORKERS = {kind: f"{made.__module__}.{made.__qualname__}" for kind, made in IN_WORKER.items()}
 CONF = data_folder("conf") / "drafter"
 # dotted names of the classes whose options have the meaning of decoding/drafters/options.py
-_OURS = {WORKER, *(entry.kind for entry in DRAFTERS.values())}
+_OURS = {*WORKERS.values(), *(entry.kind for entry in DRAFTERS.values())}
 
 
 def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
@@ -179,7 +182,7 @@ def _check_options(name: str, options: Mapping[str, Any], kinds: Sequence[type])
     Values are checked too, except those of classes outside of the registry.
     """
     # Some schedules move a chain drafter into a worker.
-    kinds = [*kinds, RemoteChain] if ChainDrafter in kinds else kinds
+    kinds = [*kinds, *(IN_WORKER[kind] for kind in kinds if kind in IN_WORKER)]
     accepted = [options_of(kind) for kind in kinds]
     if accepted[0] is not None:
         known = {*USE}.union(*(options or () for options in accepted))
@@ -236,8 +239,8 @@ def build(
         if "folder" in mapping:
             found = _find_class(name, mapping)
             made |= check_folder(target_folder, mapping["folder"], found, uses[name].any_target)
-        if uses[name].schedule in WALL and _find_class(name, mapping) is ChainDrafter:
-            made["_target_"] = WORKER
+        if uses[name].schedule in WALL and _find_class(name, mapping) in IN_WORKER:
+            made["_target_"] = WORKERS[_find_class(name, mapping)]
             if worker_devices and made.get("device") in worker_devices:
                 made["device"] = worker_devices[made["device"]]
         if (lookup := uses[name].lookup) is not None:

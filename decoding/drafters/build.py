@@ -64,7 +64,9 @@ def options_of(kind: type) -> set[str] | None:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
         # these forward all other options to their chain drafter
-        if base in (RemoteChain, ChainWithLookup, OtherVocabulary):
+        if issubclass(kind, RemoteChain):
+            return names | (options_of(kind.kind) or set())
+        if base in (ChainWithLookup, OtherVocabulary):
             return names | (options_of(ChainDrafter) or set())
     return None
 

@@ -38,7 +38,9 @@ class ParallelChain(ChainDrafter):
     `ChainDrafter`. Raises UserError as it does, and for values that do not fit the folder.
     """
 
-    capabilities = Capabilities(shape="chain", has_q=True, steps="round", stops_by_token=False)
+    capabilities = Capabilities(
+        shape="chain", has_q=True, can_overlap=True, steps="round", stops_by_token=False
+    )
 
     def __init__(
         self,

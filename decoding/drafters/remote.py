@@ -1,4 +1,4 @@
-"""A chain drafter in a separate process, so that it can draft while the target verifies.
+"""Chain drafters in a separate process, so that they can draft while the target verifies.
 
 The worker holds the model and answers over a pipe. It sends q as an array if the rule tests q, and
 no random numbers, since noise is a function of its key. With `draft_cores` the worker is bound to
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.base import StatelessDrafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.parallel import ParallelChain
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Target, Tokens
+from decoding.interfaces import Chooser, Policies, Proposal, Target, Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +41,8 @@ class RemoteChain(StatelessDrafter):
     folder.
     """
 
-    capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
+    kind: type[ChainDrafter] = ChainDrafter  # of the drafter in the worker
+    capabilities = kind.capabilities
 
     def __init__(
         self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any
@@ -67,10 +70,11 @@ class RemoteChain(StatelessDrafter):
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
         self._answer_due = False  # whether the answer to `begin` is unread
-        self._send((str(folder), named, worker_cores))
+        self._send((self.kind, str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
+        self._longest: int = about["longest"]
         # by the worker's clock: seconds of the last proposal, and of all since `open`
         self.worker_seconds = self._chain_seconds = 0.0
         self._chain_steps = 0
@@ -200,6 +204,17 @@ class RemoteChain(StatelessDrafter):
         if kind == "error":
             raise UserError(value)
         return value
+
+
+class RemoteParallelChain(RemoteChain):
+    """A ParallelChain in a worker process; `named` of RemoteChain has its options."""
+
+    kind = ParallelChain
+    capabilities = kind.capabilities
+
+    def width(self, gamma: int) -> int:
+        """Return the length of the chain: gamma, at most the trained number of tokens."""
+        return min(gamma, self._longest)
 
 
 @runtime_checkable

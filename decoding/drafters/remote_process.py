@@ -20,6 +20,8 @@ from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.base import Fixed
 
+LONGEST = 10**9  # a draft length without a limit
+
 
 class _UntilMessage(Fixed):
     """A policy that drafts `least` tokens, and more until a message arrives."""
@@ -37,8 +39,10 @@ class _UntilMessage(Fixed):
 class _Worker:
     """The model of the worker process, and its answers to requests."""
 
-    def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
-        self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
+    def __init__(
+        self, kind: type[ChainDrafter], folder: str, named: dict[str, Any], pipe: Connection
+    ) -> None:
+        self.drafter, self._pipe = kind(folder, **named), pipe
         self._choosers: dict[Any, TokenChooser] = {}
 
     def time_steps(self, count: int) -> float:
@@ -82,18 +86,18 @@ class _Worker:
 @torch.inference_mode()
 def serve(pipe: Connection) -> None:
     """Load the model that the first message names, and answer requests until the pipe closes."""
-    folder, named, cores = pipe.recv()
+    kind, folder, named, cores = pipe.recv()
     if cores:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
     try:
-        worker = _Worker(folder, named, pipe)
+        worker = _Worker(kind, folder, named, pipe)
     except UserError as error:
         pipe.send(("error", str(error)))
         return
     drafter = worker.drafter
     about = {key: getattr(drafter, key) for key in ("name", "num_layers", "num_parameters")}
-    pipe.send(("value", about))
+    pipe.send(("value", {**about, "longest": drafter.width(LONGEST)}))
     silent: dict[str, Callable[..., Any]] = {
         "rollback": drafter.rollback,
         "select": drafter.select,

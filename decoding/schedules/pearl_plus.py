@@ -88,7 +88,7 @@ def eager_rate(
     if gamma == 1:
         later, tokens = 0.0, 1 + chance.first
     spent = (
-        gamma * costs.t_draft_ms
+        costs.steps_ms(gamma)
         + _lanes(gamma, gamma + 1, costs, overlap)
         + later * _lanes(gamma, gamma, costs, overlap)
     )
@@ -97,7 +97,7 @@ def eager_rate(
 
 def _lanes(drafted: int, width: int, costs: RoundCosts, overlap: float) -> float:
     """Return the milliseconds of both lanes: their sum less the hidden share of the shorter one."""
-    draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
+    draft_ms, target_ms = costs.steps_ms(drafted), costs.target_ms(width)
     return draft_ms + target_ms - overlap * min(draft_ms, target_ms)
 
 
@@ -146,8 +146,9 @@ class PearlPlus(Pearl):
         on_tokens: OnTokens | None,
     ) -> None:
         super().__init__(target, drafter, rows, settings, on_tokens)
-        assert settings.costs is not None, "decoding.schedules.by_name checks them"
-        self._costs = settings.costs
+        assert settings.costs is not None and drafter is not None, "by_name.py checks them"
+        self._one_pass = drafter.capabilities.steps == "round"
+        self._costs = settings.costs.of_one_pass() if self._one_pass else settings.costs
         self.overall, self.first, self.next = DecayedRate(), DecayedRate(), DecayedRate()
         self.chosen: list[Choice] = []  # by cycle
         self._deciding = 0.0  # seconds of this round's choice
@@ -209,7 +210,7 @@ class PearlPlusWall(PearlPlus, PearlWall):
     A chunk that is drafted during verification continues past its best length until the target is
     done, since these tokens are free. Chunks then end by the clock, which does not change greedy
     and coupled outputs. Token verification keeps the chosen length, so the same seed and choices
-    give the same text.
+    give the same text. So does a drafter that drafts a chunk in one forward.
 
     A worker and a target with separate cores keep them in serial cycles: changing the number of
     threads costs more than such a cycle gains.
@@ -229,7 +230,7 @@ class PearlPlusWall(PearlPlus, PearlWall):
     def _set_length(self, gamma: int) -> None:
         """Set the next chunk's length, or its minimum if it continues until the target is done."""
         overlaps = self.post_verify and (self.pre_verify or bool(self.lanes[0].tokens))
-        continues = overlaps and self.chooser.rule in ("greedy", "coupled")
+        continues = overlaps and self.chooser.rule in ("greedy", "coupled") and not self._one_pass
         self.chunk, self.least = (None, gamma) if continues else (gamma, None)
 
     def open(self) -> None:

@@ -12,7 +12,7 @@ from decoding.drafters.registry import DRAFTERS, imported
 from decoding.errors import UserError
 from jobs import drafters
 from jobs.config import TargetConfig
-from jobs.drafters import CONF, WORKER, check_entries, describe
+from jobs.drafters import CONF, WORKERS, check_entries, describe
 
 FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
 
@@ -116,4 +116,6 @@ def test_entries_are_checked_before_their_folders_exist():
     check_entries([{"use": "chain", "draft_cores": 1}])
     with pytest.raises(UserError, match="has the key 'frontiers', which RankedTree"):
         check_entries([{"use": "budget_tree", "frontiers": 3}])
-    assert imported(WORKER).__name__ == "RemoteChain"
+    check_entries([{"use": "parallel", "draft_cores": 1, "tokens": 4}])
+    workers = {kind.__name__: imported(name).__name__ for kind, name in WORKERS.items()}
+    assert workers == {"ChainDrafter": "RemoteChain", "ParallelChain": "RemoteParallelChain"}
