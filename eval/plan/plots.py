@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ from eval.report.plots import (
 )
 
 STEPS = 61  # points of a line
+NAME_WIDTH = 20  # characters of a line of a drafter's name
 LANE = 0.17  # distance of a drafter's two markers from its line
 
 
@@ -72,7 +74,8 @@ def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
             look = {"label": "measured" if measured else "predicted", "color": SERIES[0]}
             look |= {"marker": "o", "markerfacecolor": SERIES[0] if measured else "white"}
             _mark(axes, place + LANE, row.equal_alpha, low, high, **look)
-    axes.set_yticks(range(len(rows)), [shorten(row.drafter, 18) for row in rows])
+    names = [textwrap.fill(row.drafter, NAME_WIDTH) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9, linespacing=1.0)
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-0.02, 1.02)

@@ -231,9 +231,8 @@ def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Pa
         outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
         plot = needed_and_accepted(outlook, [0.1, 0.2])
         (axes,) = plot.figure.axes
-        assert [one.get_text() for one in axes.get_yticklabels()] == [
-            row.drafter for row in ranked(rows)
-        ]
+        names = [one.get_text().replace("\n", " ") for one in axes.get_yticklabels()]
+        assert names == [row.drafter for row in ranked(rows)]
         labels = [str(one.get_label()) for one in axes.containers]
         return sorted(labels), [text.get_text() for text in axes.texts]
 
