@@ -45,7 +45,7 @@ from jobs.paths import data_folder, resolve_model
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 # a chain drafter -> that in a worker process, for schedules that run it with the target
 IN_WORKER: dict[type, type[RemoteChain]] = {
-    kind.kind: kind for kind in (RemoteChain, RemoteParallelChain)
+    imported(kind.kind): kind for kind in (RemoteChain, RemoteParallelChain)
 }
 WORKERS = {kind: f"{made.__module__}.{made.__qualname__}" for kind, made in IN_WORKER.items()}
 CONF = data_folder("conf") / "drafter"

@@ -65,7 +65,7 @@ def options_of(kind: type) -> set[str] | None:
             return names
         # these forward all other options to their chain drafter
         if issubclass(kind, RemoteChain):
-            return names | (options_of(kind.kind) or set())
+            return names | (options_of(imported(kind.kind)) or set())
         if base in (ChainWithLookup, OtherVocabulary):
             return names | (options_of(ChainDrafter) or set())
     return None

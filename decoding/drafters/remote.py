@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +25,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.base import StatelessDrafter
-from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.parallel import ParallelChain
 from decoding.errors import UserError
-from decoding.interfaces import Chooser, Policies, Proposal, Target, Tokens
+from decoding.interfaces import Capabilities, Chooser, Policies, Proposal, Target, Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,8 +40,8 @@ class RemoteChain(StatelessDrafter):
     folder.
     """
 
-    kind: type[ChainDrafter] = ChainDrafter  # of the drafter in the worker
-    capabilities = kind.capabilities
+    kind = "decoding.drafters.chain.ChainDrafter"  # dotted name of the drafter in the worker
+    capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
 
     def __init__(
         self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any
@@ -209,8 +208,8 @@ class RemoteChain(StatelessDrafter):
 class RemoteParallelChain(RemoteChain):
     """A ParallelChain in a worker process; `named` of RemoteChain has its options."""
 
-    kind = ParallelChain
-    capabilities = kind.capabilities
+    kind = "decoding.drafters.parallel.ParallelChain"
+    capabilities = replace(RemoteChain.capabilities, steps="round", stops_by_token=False)
 
     def width(self, gamma: int) -> int:
         """Return the length of the chain: gamma, at most the trained number of tokens."""

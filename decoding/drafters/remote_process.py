@@ -14,6 +14,7 @@ import torch
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.registry import imported
 from decoding.errors import UserError
 from decoding.interfaces import Stopping, TokenConfidence
 from decoding.sampling.logits_processors import make_processors
@@ -39,10 +40,9 @@ class _UntilMessage(Fixed):
 class _Worker:
     """The model of the worker process, and its answers to requests."""
 
-    def __init__(
-        self, kind: type[ChainDrafter], folder: str, named: dict[str, Any], pipe: Connection
-    ) -> None:
-        self.drafter, self._pipe = kind(folder, **named), pipe
+    def __init__(self, kind: str, folder: str, named: dict[str, Any], pipe: Connection) -> None:
+        self.drafter: ChainDrafter = imported(kind)(folder, **named)
+        self._pipe = pipe
         self._choosers: dict[Any, TokenChooser] = {}
 
     def time_steps(self, count: int) -> float:

@@ -1,6 +1,5 @@
 """The overlapped schedules by name; `serial`, the default, is not one of them."""
 
-from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.remote import RemoteChain, RemoteParallelChain
 from decoding.errors import UserError
 from decoding.interfaces import EXACT, Capabilities, Drafter, RoundCosts, Target, precision
@@ -101,7 +100,8 @@ def batch_type(
             f"clock: {', '.join(VIRTUAL)}."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
-        worker = RemoteParallelChain if isinstance(drafter, ParallelChain) else RemoteChain
+        in_one_pass = drafter.capabilities.steps == "round"
+        worker = RemoteParallelChain if in_one_pass else RemoteChain
         raise UserError(
             f"schedule '{schedule}' needs a drafter in a separate process, but '{drafter.name}' "
             f"runs in this process. Use decoding.drafters.remote.{worker.__name__}(folder)."
