@@ -8,7 +8,7 @@ from decoding.sampling.rule_names import is_lossy
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.schedules.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
-from decoding.stopping.policies import POLICIES
+from decoding.stopping.policies import BY_COST, POLICIES
 
 VIRTUAL: dict[str, type[Pearl]] = {
     "pearl_virtual": Pearl,
@@ -66,7 +66,7 @@ def decides_by_cost(
     stopping: name of the policy; None: the default one.
     """
     policy = stopping or default_stopping(capabilities, schedule, target)
-    return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
+    return policy in BY_COST or capabilities.needs_costs or "plus" in schedule
 
 
 def batch_type(

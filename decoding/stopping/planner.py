@@ -15,6 +15,7 @@ A decision to test a token never depends on the token itself.
 Shapes: L levels, W nodes of a level, M nodes of a tree.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -49,6 +50,14 @@ class DecayedRate:
     def value_with(self, prior: float) -> float:
         """Return the estimate with another prior of the same weight."""
         return (self.weight * prior + self._gained) / (self.weight + self._spent)
+
+    def sample(self, generator: random.Random) -> float:
+        """Return a ratio sampled from its Beta posterior, whose mean is `value`.
+
+        The prior must lie between 0 and 1, and the ratio be that of successes to trials.
+        """
+        gained = self.weight * self.prior + self._gained
+        return generator.betavariate(gained, self.weight + self._spent - gained)
 
     def update(self, gained: float, spent: float) -> None:
         """Let the sums decay and add a round; two zeros bring the estimate closer to its prior."""

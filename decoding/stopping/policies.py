@@ -1,4 +1,4 @@
-"""Stopping policies by name: thresholds, Thompson sampling and `cost_ratio`.
+"""Stopping policies by name: thresholds, Thompson sampling, and policies that compare with costs.
 
 The rules that policies follow are in decoding/stopping/base.py, the decisions from costs in
 decoding/stopping/planner.py.
@@ -105,11 +105,11 @@ class Entropy(AdaptiveConfidence):
 
 
 class Thompson(Fixed):
-    """EESD's policy (arXiv 2406.03853): Thompson sampling.
+    """Thompson sampling as in EESD (arXiv 2406.03853), for acceptance rates that change.
 
     Before each token but the first it samples an acceptance rate from its Beta posterior, and
-    continues with this probability. The paper also does so before the first token; here a round
-    without costs drafts at least one.
+    continues with this probability. Old rounds lose their weight, and a round drafts at least one
+    token, unlike in `PublishedThompson`.
     """
 
     learns = True
@@ -130,6 +130,21 @@ class Thompson(Fixed):
     def update(self, drafted: int, accepted: int) -> None:
         self.accepted = 1.0 + (self.accepted - 1.0) * self.DISCOUNT + accepted
         self.rejected = 1.0 + (self.rejected - 1.0) * self.DISCOUNT + (accepted < drafted)
+
+
+class PublishedThompson(Thompson):
+    """EESD's policy as published (arXiv 2406.03853): Thompson sampling before every token.
+
+    The posterior counts all accepted tokens of the request and all rejected ones, from the prior
+    Beta(1, 1). A token is drafted with the probability that is sampled from it, the first of a
+    round too.
+    """
+
+    DISCOUNT = 1.0
+
+    def limit(self, budget: int) -> int:
+        """Return the budget, or 0 if the round ends before its first token."""
+        return budget if budget and self.more(0, None) else 0
 
 
 class CostRatioByRound(Fixed):
@@ -180,8 +195,12 @@ class CostRatio(CostRatioByRound):
         assert token is not None
         tenth = min(int(token.confidence * self.TENTHS), self.TENTHS - 1)
         self._sampled.append(self._by_tenth[tenth])
-        self._survival *= self._by_tenth[tenth].value
+        self._survival *= self._chance(self._by_tenth[tenth])
         return self.planner.step_gain(self._survival, 1, depth) > 0
+
+    def _chance(self, rate: DecayedRate) -> float:
+        """Return the acceptance rate of a token to decide with."""
+        return rate.value
 
     def update(self, drafted: int, accepted: int) -> None:
         """Update the acceptance rates and the tokens per millisecond."""
@@ -190,7 +209,23 @@ class CostRatio(CostRatioByRound):
         super().update(drafted, accepted)
 
 
-# Every policy but `cost_ratio`, which is made from costs.
+class CalibratedThompson(CostRatio):
+    """Thompson sampling with calibrated confidences and costs, in place of EESD's Calibration-TS.
+
+    It is `CostRatio` with acceptance rates that are sampled from their posteriors: a token's chance
+    comes from the request's tokens of like confidence, and the draft ends where its sampled gain
+    does. Rates that are uncertain are therefore tried more often.
+    """
+
+    def __init__(self, costs: RoundCosts, key: int) -> None:
+        super().__init__(costs)
+        self._random = random.Random(key)
+
+    def _chance(self, rate: DecayedRate) -> float:
+        return rate.sample(self._random)
+
+
+# Every policy but those that are made from costs.
 POLICIES: dict[str, type[Fixed]] = {
     "fixed": Fixed,
     "confidence": Confidence,
@@ -198,8 +233,11 @@ POLICIES: dict[str, type[Fixed]] = {
     "adaptive_confidence": AdaptiveConfidence,
     "entropy": Entropy,
     "thompson": Thompson,
+    "thompson_published": PublishedThompson,
 }
-NAMES = (*POLICIES, "cost_ratio")
+CALIBRATED = "thompson_calibrated"
+BY_COST = ("cost_ratio", CALIBRATED)
+NAMES = (*POLICIES, *BY_COST)
 # Policies that compare each sampled token with a threshold, which on a GPU waits for the device.
 EAGER = tuple(name for name, kind in POLICIES.items() if kind.reads != "nothing")
 
@@ -214,9 +252,9 @@ def make_stopping(
     """Return a policy for each row.
 
     keys_B: random keys derived from seed and request, for policies with random numbers. threshold:
-    None for the policy's default. per_token: whether `cost_ratio` may read sampled tokens; with
-    several rows it never does. Raises UserError for an unknown name, for a threshold if the policy
-    has none, and for `cost_ratio` without costs.
+    None for the policy's default. per_token: whether the policies in BY_COST may read sampled
+    tokens; with several rows they never do, and choose lengths before a round. Raises UserError for
+    an unknown name, for a threshold if the policy has none, and for one in BY_COST without costs.
     """
     if name not in NAMES:
         raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")
@@ -228,8 +266,11 @@ def make_stopping(
         return [POLICIES[name].make(key, threshold) for key in keys_B]
     if costs is None:
         raise UserError(
-            "stopping 'cost_ratio' needs measured costs, found None. Use "
-            "Settings(costs=time_parts(...).costs)."
+            f"stopping '{name}' needs measured costs, found None. Use "
+            f"Settings(costs=time_parts(...).costs)."
         )
-    kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
-    return [kind(costs) for _ in keys_B]
+    if not per_token or costs.rows > 1:
+        return [CostRatioByRound(costs) for _ in keys_B]
+    if name == CALIBRATED:
+        return [CalibratedThompson(costs, key) for key in keys_B]
+    return [CostRatio(costs) for _ in keys_B]

@@ -172,7 +172,7 @@ class EarlyExitKind(HeadKind):
             layout=f"this project's own layout (model_type {LAYOUT.model_type})",
             launch=(
                 f"python -m eval.run target.path={target} drafters=[.]",
-                f"python -m eval.run target.path={target} drafters=[.] stopping=thompson",
+                f"python -m eval.run target.path={target} drafters=[.] stopping=thompson_published",
             ),
             remarks=f"A draft runs the target's first {shape.exit_layer} layers on the target's "
             f"keys and values, then the head's layer and the target's lm_head. Servers do not read "

@@ -42,7 +42,9 @@ def test_a_worker_drafts_the_same_under_the_serial_schedule(
     ]
 
 
-@pytest.mark.parametrize("stopping", ["assisted", "entropy", "thompson", "cost_ratio"])
+@pytest.mark.parametrize(
+    "stopping", ["assisted", "entropy", "thompson", "cost_ratio", "thompson_calibrated"]
+)
 def test_policies_decide_in_the_worker_and_return_with_their_state(
     stopping: str, remote: RemoteChain, folder: Path
 ) -> None:
