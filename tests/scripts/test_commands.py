@@ -1,9 +1,11 @@
-"""Commands of scripts in the guides and in the scripts' own docstrings: their options exist."""
+"""What a stranger types: options of scripts, extras and Python examples in the guides exist."""
 
 import ast
 import importlib
 import re
 import shlex
+import textwrap
+import tomllib
 from typing import Any
 
 import pytest
@@ -56,3 +58,45 @@ def test_an_option_that_no_script_has_is_found() -> None:
         read("scripts/bench/server.py target=MODEL drafer=FOLDER")
     with pytest.raises(UserError, match="rounds"):
         read("scripts/bench/server.py target=MODEL rounds=many")
+
+
+def test_every_extra_that_is_installed_exists() -> None:
+    """Check `pip install 'shallow-draft[NAME]'`, and `pip install '.[NAME]'` in a clone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [page.read_text() for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]]
+    named = {
+        name
+        for text in texts
+        for names in re.findall(r"(?:shallow-draft|[ '\"]\.)\[([a-z,]+)\]", text)
+        for name in names.split(",")
+    }
+    assert {"server", "web", "gguf"} <= named
+    assert named <= extras["optional-dependencies"].keys()
+
+
+def imports_in(code: str) -> list[tuple[str, str]]:
+    """Return (module, name) of what a piece of code imports from this project's packages.
+
+    Raises SyntaxError for code that Python cannot read.
+    """
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    return [
+        (node.module, one.name)
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages
+        for one in node.names
+    ]
+
+
+def test_every_python_example_can_be_read_and_finds_its_imports() -> None:
+    examples = [
+        textwrap.dedent(code)
+        for page in PAGES
+        for code in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.S | re.M)
+    ]
+    imported = [found for code in examples for found in imports_in(code)]
+    assert len(examples) > 3 and imported
+    for module, name in imported:
+        assert hasattr(importlib.import_module(module), name), f"from {module} import {name}"
+    with pytest.raises(SyntaxError):
+        imports_in("from decoding import (")
