@@ -4,6 +4,7 @@ A journal is a JSONL file. Each line ends in the CRC-32 of the text before it, w
 flipped bit. Lines of earlier versions, without a checksum, are read too.
 """
 
+import dataclasses
 import json
 import re
 import zlib
@@ -121,11 +122,16 @@ class JournalContent(Generic[Made]):
 
     records: list[Made]
     # the lines of the records
-    content: bytes
+    lines: list[bytes]
     # reason for every damaged line ("line 3: ...")
     wrong: list[str]
     # number of bytes of an incomplete last line, after a kill or during a write
     torn: int
+
+    @property
+    def content(self) -> bytes:
+        """The lines of the records, as the file has them."""
+        return b"".join(self.lines)
 
     def report(self, path: Path, again: str) -> None:
         """Print the first damaged line and the number of others.
@@ -139,19 +145,21 @@ class JournalContent(Generic[Made]):
 
 def read_journal_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> JournalContent[Made]:
     """Return the complete records of a journal, converted by `make`; none for a missing file."""
-    content = path.read_bytes() if path.is_file() else b""
-    ended = content.rfind(b"\n") + 1
-    records: list[Made] = []
-    wrong, kept = [], []
-    for number, line in enumerate(content[:ended].split(b"\n")[:-1], start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(make(parse_record(line)))
-            kept.append(line + b"\n")
-        except WRONG as error:  # DamagedLineError is one of them
-            wrong.append(f"line {number}: {reason_of(error, line)}")
-    return JournalContent(records, b"".join(kept), wrong, len(content) - ended)
+    found = JournalContent[Made]([], [], [], 0)
+    if not path.is_file():
+        return found
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return dataclasses.replace(found, torn=len(line))
+            if not line.strip():
+                continue
+            try:
+                found.records.append(make(parse_record(line)))
+                found.lines.append(line)
+            except WRONG as error:  # DamagedLineError is one of them
+                found.wrong.append(f"line {number}: {reason_of(error, line[:-1])}")
+    return found
 
 
 def journal_bytes(records: Iterable[Mapping[str, Any]]) -> bytes:

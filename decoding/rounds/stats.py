@@ -135,5 +135,5 @@ def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
 
     It is 1 without repetition, near 0 for a text that loops, and 1 for fewer than n tokens.
     """
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    grams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
     return len(set(grams)) / len(grams) if grams else 1.0

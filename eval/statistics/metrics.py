@@ -13,16 +13,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 # A depth with fewer tests is not used to predict: its 95 % interval of alpha is wider than +-0.22.
 MIN_TESTS = 20
 # Fewer prompts have no interval: resampling them shows a spread that is far too small.
 MIN_PROMPTS = 5
+# Draws of a bootstrap that are computed at once, and those of several that are kept in memory.
+RESAMPLES_AT_ONCE, MOST_KEPT = 64, 50_000_000
 
 
 # --------------------------------------------------------------------------------------- acceptance
@@ -187,13 +190,25 @@ def _bootstrap(
     value = float(statistic(*(np.sum(column) for column in columns)))
     if prompts < MIN_PROMPTS:
         return Interval(value, None, None)
-    draws_RP = np.random.default_rng(seed).multinomial(
-        prompts, np.full(prompts, 1 / prompts), size=resamples
-    )
-    ratio_R = statistic(*(draws_RP @ column for column in columns))
+    few = prompts * resamples <= MOST_KEPT
+    draws_RP = (_draws if few else _draws.__wrapped__)(prompts, resamples, seed)
+    table_PC, starts = np.stack(columns, axis=1), range(0, resamples, RESAMPLES_AT_ONCE)
+    parts = [draws_RP[r : r + RESAMPLES_AT_ONCE].astype(float) @ table_PC for r in starts]
+    ratio_R = statistic(*np.concatenate(parts).T)
     outside = 100 * NormalDist().cdf(-(_student_t(prompts - 1) * (prompts / (prompts - 1)) ** 0.5))
     low, high = np.percentile(ratio_R, [outside, 100 - outside])
     return Interval(value, float(low), float(high))
+
+
+@lru_cache(maxsize=32)  # the drafters of a run have the same prompts
+def _draws(prompts: int, resamples: int, seed: int) -> NDArray[np.uint8]:
+    """Return how often each resample draws each prompt: (R, P), each far below 256."""
+    random, even_P = np.random.default_rng(seed), np.full(prompts, 1 / prompts)
+    draws_RP = np.empty((resamples, prompts), np.uint8)
+    for r in range(0, resamples, RESAMPLES_AT_ONCE):
+        part_RP = draws_RP[r : r + RESAMPLES_AT_ONCE]
+        part_RP[:] = random.multinomial(prompts, even_P, size=len(part_RP))
+    return draws_RP
 
 
 def _student_t(freedom: int) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
-from eval.measure.records import Arm, Record
+from eval.measure.records import Record
 from eval.statistics.lossless import LOSSY
 from eval.statistics.metrics import Interval, paired_bootstrap
 from eval.statistics.paired_samples import pair_samples, speed_columns
@@ -44,5 +45,7 @@ def paired_comparisons(rows: Sequence[Row], records: Sequence[Record]) -> list[P
 
 
 def _records_of(row: Row, records: Sequence[Record]) -> list[Record]:
-    place = (row.part, row.condition, Arm(row.drafter, row.num_draft_tokens))
-    return [record for record in records if (record.part, record.condition, record.arm) == place]
+    names = ("part", "temperature", "batch_size", "drafter", "num_draft_tokens")
+    same = attrgetter(*names)
+    place = same(row)
+    return [record for record in records if same(record) == place]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from decoding.costs import prediction
-from decoding.rounds.stats import distinct_n
 from decoding.schedules.by_name import SCHEDULES
 from eval.measure.records import Record
 from eval.statistics import metrics
@@ -115,10 +114,13 @@ def _parts_ms(spent: Sequence[float], seconds: float, rounds: int) -> dict[str, 
 
 def total(samples: Iterable[PairedSample]) -> PairedSample:
     """Return the sum of samples: all numbers are added, all lists are joined."""
-    found = PairedSample()
-    for sample in samples:
-        for name, value in vars(sample).items():
-            vars(found)[name] += value
+    everyone, found = list(samples), PairedSample()
+    if len(everyone) == 1:
+        return everyone[0]
+    for name, start in vars(found).items():
+        values = (vars(sample)[name] for sample in everyone)
+        joins = isinstance(start, list)
+        vars(found)[name] = list(itertools.chain.from_iterable(values)) if joins else sum(values)
     return found
 
 
@@ -161,7 +163,7 @@ def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
         ids=[row.prompt_id for row in first],
         turns=1,
         categories=[row.category for row in first],
-        distinct_4=[distinct_n(row.tokens) for row in base],
+        distinct_4=[row.distinct_4 for row in base],
         tokens=sum(len(row.tokens) for row in rows),
         rounds=sum(row.rounds for row in rows),
         batch_rounds=max(row.rounds for row in rows),

@@ -58,7 +58,9 @@ def build_rows(
             if not by_gamma:  # a model that decodes alone is not swept
                 continue
             parts = median_parts(slices, name, condition, part)
-            pool = pool_of(name, condition, part, facts[name], slices, records, run.max_new_tokens)
+            swept = by_gamma if part == "sweep" else _by_gamma(name, condition, "sweep", records)
+            place = (name, condition, part)
+            pool = _pool(*place, facts[name], slices, by_gamma, swept, run.max_new_tokens)
             for mine, units in by_gamma.values():
                 rows.append(build_row(run, facts[name], parts, mine, units, pool, shapes))
     return rows
@@ -265,24 +267,38 @@ def pool_of(
     own prompts. The overhead comes from the sweep, over all its draft lengths, if there was one. So
     the prediction of the main part does not contain its own time, and agreement is evidence.
     """
+    by_gamma, swept = (_by_gamma(name, condition, one, records) for one in (part, "sweep"))
+    return _pool(name, condition, part, facts, slices, by_gamma, swept, limit)
 
-    def totals(part: str) -> dict[int, PairedSample]:
-        found = _by_gamma(name, condition, part, records)
-        return {gamma: total(units) for gamma, (_, units) in found.items()}
 
-    judged, timed = totals(part), totals("sweep")
+def _pool(
+    name: str,
+    condition: Condition,
+    part: str,
+    facts: DrafterFacts,
+    slices: Sequence[Slice],
+    by_gamma: ByGamma,
+    swept: ByGamma,
+    limit: int,
+) -> Pool:
+    """Return `pool_of` the records and pairs of a part and of the sweep."""
+    judged, timed = (
+        {gamma: total(units) for gamma, (_, units) in found.items()} for found in (by_gamma, swept)
+    )
     parts = median_parts(slices, name, condition, part)
     parts_then = median_parts(slices, name, condition, "sweep" if timed else part)
     return pool_counts(judged, timed or judged, facts, parts, parts_then, limit)
 
 
 def _by_gamma(name: str, condition: Condition, part: str, records: Sequence[Record]) -> ByGamma:
-    here = [record for record in records if record.condition == condition and record.part == part]
-    baseline = [record for record in here if record.drafter == AUTOREGRESSIVE]
-    lengths: dict[int, list[Record]] = defaultdict(list)
-    for record in here:
-        if record.drafter == name:
-            lengths[record.num_draft_tokens].append(record)
+    sides: dict[str, list[Record]] = {name: [], AUTOREGRESSIVE: []}
+    place = (part, *dataclasses.astuple(condition))
+    for record in records:
+        if (record.part, record.temperature, record.batch_size) == place:
+            sides.get(record.drafter, []).append(record)
+    baseline, lengths = sides[AUTOREGRESSIVE], defaultdict[int, list[Record]](list)
+    for record in sides[name]:
+        lengths[record.num_draft_tokens].append(record)
     return {
         gamma: (lengths[gamma], pair_samples(lengths[gamma], baseline)) for gamma in sorted(lengths)
     }
