@@ -10,7 +10,9 @@ all depths, O drafts with own tokens, P positions, K drafted tokens, H the targe
 channels of all taps, E features, V drafted vocabulary.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch import Tensor
 from heads.block.corrections import Selector, features_of_text
 from heads.block.denoising import denoise, find_surest
 from heads.block.model import BlockHead, after
+from heads.block.shape import ANCHOR_FIRST, FILL_IN
 from heads.drafts_in_rows import DraftsInRows
 from heads.layers import rope_at
 from training.data.packing import PackedBatch
@@ -74,6 +77,14 @@ class BlockPredictions(PredictingHead):
             tokens_MK = tokens_MK.index_copy(0, own_O, own_OK)
         features_MKE = features_of_text(head.correction, hidden_MKH, tokens_MK, states.embed)
         return torch.cat((hidden_MKH[:, :depths], features_MKE), 2)[where.draft_N, where.head_N]
+
+    def other_layouts(self, head: BlockHead) -> Mapping[str, BlockHead]:
+        """Return the head of the other layout; none for a layout that drafts nothing."""
+        shape = head.config
+        other = ANCHOR_FIRST if shape.layout == FILL_IN else FILL_IN
+        read = copy.copy(head)
+        read.config = replace(shape, layout=other, temperatures=())
+        return {other: read} if read.config.num_drafts and shape.passes == 1 else {}
 
     def random_masks(self, head: BlockHead) -> bool:
         return head.config.denoising_steps > 0

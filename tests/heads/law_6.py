@@ -118,7 +118,7 @@ class Wrapped:
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
-        self.candidates = kind.candidates
+        self.candidates, self.other_layouts = kind.candidates, kind.other_layouts
         self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
         self.target_depths, self.runs_target = kind.target_depths, kind.runs_target
 

@@ -4,7 +4,7 @@ Shapes: R rows, T tokens of a row, M drafts, N predictions of all depths, P posi
 tokens, C channels of the states that a head reads, E features, V drafted vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,6 +118,10 @@ class PredictingHead(Protocol):
     def has_confidence(self, head: Any) -> bool:
         """Return whether `chance_logits` predicts chances that drafting reads as training does."""
         return False
+
+    def other_layouts(self, head: Any) -> Mapping[str, Any]:
+        """Return the head as other layouts of its slots read it, by their names in files."""
+        return {}
 
     def draft(
         self,

@@ -4,8 +4,9 @@ A head whose taps are read one layer off, or whose slots are read one token off,
 losslessly: only its acceptance is low. The same key of config.json is read one layer apart by
 different servers, and two layouts of blocks differ by one token. So the probe predicts the tokens
 of a text that the target wrote, with the taps shifted by -1, 0 and +1 layers, and compares each
-prediction with the text's tokens at neighbouring places. The reading of the folder must explain the
-text best, and better than the text's commonest token.
+prediction with the text's tokens at neighbouring places. It also predicts them in the other layout
+of blocks, in which the first slot has another part, so that it is no mere shift. The reading of the
+folder must explain the text best, and better than the text's commonest token.
 
 Shapes: C channels, N predictions, V drafted vocabulary.
 """
@@ -46,6 +47,7 @@ class Reading:
     places: int  # by which the predicted token comes later than the folder says
     agreement: float  # share of predictions whose likeliest token is the text's
     log_q_N: np.ndarray  # log probability of the text's token, in nats
+    layout: str = ""  # of the slots; empty: that of the folder
 
     @property
     def score(self) -> float:
@@ -55,7 +57,7 @@ class Reading:
     @property
     def as_stored(self) -> bool:
         """Return whether this is the reading of the folder."""
-        return self.layers == self.places == 0
+        return self.layers == self.places == 0 and not self.layout
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Probe:
         lines = ["taps shifted  token shifted  agreement  nats"]
         lines += [
             f"{one.layers:+12d}  {one.places:+13d}  {one.agreement:9.3f}  {one.score:7.2f}"
+            f"{f'  as {one.layout}' if one.layout else ''}"
             for one in self.readings
         ]
         lines.append(f"the text's commonest token alone: {self.commonest:.3f}")
@@ -136,6 +139,13 @@ def probe(
             for column, places in enumerate(SHIFTS):
                 agreement = float(right_NS[:, column].sum()) / max(len(right_NS), 1)
                 readings.append(Reading(layers, places, agreement, q_NS[:, column]))
+    states = TargetStates(target, taps=taps, final=False)
+    middle = SHIFTS.index(0)
+    for layout, other in kind.other_layouts(head).items():
+        found = [_predict(kind, other, states, batch, depths) for batch in batches]
+        q_NS, right_NS = (np.concatenate(part) for part in zip(*(one[:2] for one in found)))
+        agreement = float(right_NS[:, middle].mean()) if len(right_NS) else 0.0
+        readings.append(Reading(0, 0, agreement, q_NS[:, middle], layout))
     return Probe(readings, commonest)
 
 
@@ -170,7 +180,7 @@ def check_reading(found: Probe, name: str) -> None:
 
 def _describe(reading: Reading) -> str:
     """Describe what differs from the folder."""
-    parts = []
+    parts = [f"its blocks have the layout {reading.layout}"] if reading.layout else []
     if reading.layers:
         order = "later" if reading.layers > 0 else "earlier"
         parts.append(

@@ -63,8 +63,8 @@ def _unexplained(found: Probe) -> Finding:
 def _misread(found: Probe) -> Finding:
     """Return the finding of a head that is read in the wrong layout."""
     stored, best = found.stored, found.best
-    cause = "shift" if best.places else "taps"
-    parts = []
+    cause = "shift" if best.places or best.layout else "taps"
+    parts = [f"blocks have the layout {best.layout}"] if best.layout else []
     if best.places:
         parts.append(f"slots predict the token {_steps(best.places, 'place')}")
     if best.layers:
