@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decoding.costs.timing import choose_threads
-from decoding.drafters.chain import ChainDrafter
 from decoding.engine import Engine, encode, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target, precision
@@ -17,7 +16,7 @@ from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import VIRTUAL, WALL
 from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse, refuse_eval_options
-from jobs.drafters import build, describe, uses, with_execution
+from jobs.drafters import IN_WORKER, build, describe, uses, with_execution
 from jobs.paths import resolve_model
 from serving.web.config import WebConfig
 from training.data.chat import render_prompt, template_source
@@ -156,7 +155,7 @@ def fitting_schedules(drafter: Drafter, use: DrafterUse) -> tuple[str, ...]:
     found = [SERIAL]
     if drafter.capabilities.can_overlap and use.lookup is None:
         found += [name for name in SCHEDULES if name in VIRTUAL]
-        if type(drafter) is ChainDrafter and len(os.sched_getaffinity(0)) > 1:
+        if type(drafter) in IN_WORKER and len(os.sched_getaffinity(0)) > 1:
             found += [name for name in SCHEDULES if name in WALL]
     return tuple(found)
 

@@ -22,6 +22,8 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import WALL
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
+from jobs.drafter_use import DrafterUse
+from jobs.drafters import build, uses
 from tests.support.tiny_targets import VOCABULARY, hf_model, native_of, random_prompts
 
 from .row_kinds.models import parallel_of
@@ -126,6 +128,15 @@ def test_a_worker_has_the_length_and_the_unit_of_its_model(worker: RemoteParalle
     assert worker.width(9) == 4 and worker.width(2) == 2
     assert worker.capabilities == ParallelChain.capabilities
     assert RemoteChain.capabilities == ChainDrafter.capabilities
+
+
+@pytest.mark.long
+def test_an_evaluation_starts_the_worker_that_its_schedule_needs(tiny_target: Path) -> None:
+    entry = {"_target_": "decoding.drafters.parallel.ParallelChain", "folder": str(tiny_target)}
+    mappings = {"mine": {**entry, **OPTIONS, "draft_cores": 0, "schedule": "pearl_wall"}}
+    made = build(mappings, uses(mappings, DrafterUse()), tiny_target)["mine"]
+    assert isinstance(made, RemoteParallelChain) and made.width(9) == 4
+    made.close()
 
 
 def test_the_wall_clock_names_the_worker_of_the_drafter() -> None:
