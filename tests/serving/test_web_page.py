@@ -161,6 +161,16 @@ def test_bad_prompts_are_refused_and_the_page_goes_on(prompt: str, words: str, v
     assert finished(visitor)[0]
 
 
+def test_a_short_text_is_at_the_top_of_its_pane(visitor: Visitor):
+    assert finished(visitor)[0]
+    pane, text = (
+        visitor.page.locator(".sd-text").first,
+        visitor.page.locator(".sd-text > div").first,
+    )
+    above = text.bounding_box()["y"] - pane.bounding_box()["y"]
+    assert 0 < above < 40 < pane.bounding_box()["height"] - text.bounding_box()["height"]
+
+
 def test_text_is_shown_and_not_run(visitor: Visitor):
     visitor.page.evaluate("window.ran = 0")
     finished(visitor, "<img src=x onerror='window.ran = 1'> ${window.ran = 1} {{1 + 1}}")
