@@ -102,9 +102,9 @@ def test_block_presets_differ_in_their_files_alone():
     assert {"dflash", "dspark", "domino", "dflash2", "jetspec", "specdiff"} <= {*blocks}
     files = {(CONF / "head" / f"{name}.yaml").read_text() for name in blocks}
     assert len(files) == len(blocks)
+    config = configured("heads.train", "head=dflash", "target.path=x")
+    saved: Any = OmegaConf.to_container(OmegaConf.structured(config))
     for name in blocks:
-        config = configured("heads.train", f"head={name}", "target.path=x")
-        saved: Any = OmegaConf.to_container(OmegaConf.structured(config))
         assert upgrade_config(saved | {"kind": name}) == upgrade_config(saved)
         kind: HeadKind = kind_of(name)
         assert kind is kind_of("block") and kind.name == "block"
