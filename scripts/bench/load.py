@@ -1,12 +1,13 @@
-"""Latency of the HTTP server under Poisson arrivals, with and without a drafter.
+"""Latency of the HTTP server under Poisson arrivals, with several drafters and without any.
 
-    python scripts/bench/load.py target=models/smollm2_135m drafter=FOLDER "rates=[0.5,1,2]"
+    python scripts/bench/load.py target=models/smollm2_135m "drafters=[FOLDER,prompt_lookup]" \\
+        "rates=[0.5,1,2]"
 
-First, batches of each size are decoded with each draft length. The fastest lengths are the table
-`num_draft_tokens_by_batch`, which `serving.api` and (as num_speculative_tokens_per_batch_size) vLLM
-take. Then servers without a drafter, with one, and with one and this table answer the same
-requests, which arrive at the same random times; `urls` adds other servers, such as vLLM's. Seconds
-count from a request's arrival.
+First, batches of each size are decoded with each draft length. The fastest lengths are each
+drafter's table `num_draft_tokens_by_batch`, which `serving.api` takes and, in the file
+results/load.NAME.yaml, vLLM. Then servers without a drafter, and with each drafter with and without
+its table, answer the same requests, which arrive at the same random times; `urls` adds other
+servers, such as vLLM's. Seconds count from a request's arrival.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,17 +35,21 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sessions.draft_lengths import KEY, ranges_of
 from jobs.paths import resolve_model
+from jobs.syntax import quoted
 from scripts.bench import common
 from scripts.bench.served_models import ServedOptions, load_engine
+from scripts.bench.vllm_file import format_file, speculative_config
 
-PLAIN, DRAFTER, TABLE = "plain", "drafter", "by batch"
-VLLM_KEY = "num_speculative_tokens_per_batch_size"
+PLAIN = "plain"
+TABLE = "{} by batch"  # of a drafter, with its table
 PERCENTILES = (50, 90, 99)
 PATIENCE_S = 600.0
 
 
 @dataclass
 class Options(ServedOptions):
+    # names, folders, or mappings with `use` and options
+    drafters: list[Any] = field(default_factory=lambda: ["prompt_lookup"])
     rates: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0])  # requests a second
     requests: int = 32  # for each rate
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # rows of the table, from 1 on
@@ -113,10 +118,74 @@ def choose_lengths(
     return ranges_of({rows: best[rows] if pays[rows] else 0 for rows in best}, most_rows)
 
 
+def label_of(drafter: str | Mapping[str, Any]) -> str:
+    """Return the name of a drafter in the figures."""
+    if isinstance(drafter, str):
+        return drafter
+    return str(drafter.get("name", drafter.get("use")))
+
+
+def folder_of(drafter: str | Mapping[str, Any]) -> Path | None:
+    """Return a drafter's folder; None for one without."""
+    named = [drafter] if isinstance(drafter, str) else [drafter.get(k) for k in ("folder", "use")]
+    return next((Path(one) for one in named if one and Path(one).exists()), None)
+
+
+def learn_table(
+    drafter: str | Mapping[str, Any], chosen: Options
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return the figures of a drafter's draft lengths by batch size, and its table.
+
+    The file for vLLM is written into the results folder.
+    """
+    engine = load_engine(chosen, drafter)
+    assert engine.drafter is not None
+    speeds = measure_lengths(engine, prompts_of(engine, chosen), chosen)
+    table = choose_lengths(speeds, chosen.least_gain, max(chosen.batches))
+    figures: dict[str, Any] = {
+        "tokens_per_second": speeds,
+        KEY: table,
+        "drafts_nothing_from": next((first for first, _, k in table if k == 0), None),
+    }
+    try:
+        found = speculative_config(
+            engine.drafter, folder_of(drafter), table, engine.target.num_layers
+        )
+    except UserError as error:
+        figures["vllm"] = str(error)
+    else:
+        name = re.sub(r"[^\w.-]+", "_", label_of(drafter)).strip("_.")
+        figures["vllm"] = f"{chosen.name}.{name}.yaml"
+        common.write_result(figures["vllm"], format_file(found, chosen.target))
+    return figures, table
+
+
+def prompts_of(engine: Engine, chosen: Options) -> list[list[int]]:
+    """Return the token ids of the prompts that fit the context with their answers."""
+    return [ids for _, ids in common.fitting_prompts(engine, chosen.prompts, chosen.max_new_tokens)]
+
+
+def override_of(drafter: str | Mapping[str, Any]) -> str:
+    """Return the setting of serving.api that selects a drafter."""
+    if isinstance(drafter, str):
+        return f"drafter={resolve_model(drafter) if Path(drafter).exists() else drafter}"
+    given = [
+        f"{key}: {quoted(value) if isinstance(value, str) else json.dumps(value)}"
+        for key, value in drafter.items()
+        if key != "name"
+    ]
+    return f"drafter={{{', '.join(given)}}}"
+
+
 # ------------------------------------------------------------------------------------- servers
 @contextmanager
-def server(chosen: Options, folder: str, *overrides: str) -> Iterator[str]:
-    """Run serving.api in a process of its own; yield its address."""
+def servers(
+    chosen: Options, sides: Mapping[str, Iterable[str]], folder: str
+) -> Iterator[dict[str, str]]:
+    """Run serving.api with each side's settings, in processes of their own; yield the addresses.
+
+    folder: for what the jobs write.
+    """
     given = {
         "target.path": resolve_model(chosen.target),
         "target.dtype": chosen.dtype,
@@ -127,10 +196,21 @@ def server(chosen: Options, folder: str, *overrides: str) -> Iterator[str]:
         "max_rows": max(chosen.batches),
         "max_waiting": chosen.requests,
         "port": 0,
-        "output_dir": folder,
     }
     words = [f"{key}={value}" for key, value in given.items()]
-    command = [sys.executable, "-m", "serving.api", *words, *overrides]
+    urls: dict[str, str] = {}
+    with ExitStack() as running:
+        for number, (name, overrides) in enumerate(sides.items()):
+            # one after another, as each measures costs when it starts
+            out = f"output_dir={folder}/{number}"
+            urls[name] = running.enter_context(server([*words, out, *overrides]))
+        yield urls
+
+
+@contextmanager
+def server(words: Sequence[str]) -> Iterator[str]:
+    """Run serving.api in a process of its own; yield its address."""
+    command = [sys.executable, "-m", "serving.api", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -244,52 +324,50 @@ def measure_load(
     return rows
 
 
-def pays_up_to(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the highest rate up to which a server's latencies are below the plain one's."""
+def where_it_pays(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
+    """Return the highest rate up to which a server's latencies are below the plain one's.
+
+    stops_at: the next measured rate, at which they are not; None if there is none.
+    """
     highest = None
     for row in rows:
         if row["server"] == name:
             if row["latency_over_plain"] >= 1:
-                break
+                return {"up_to": highest, "stops_at": row["rate"]}
             highest = row["rate"]
-    return highest
+    return {"up_to": highest, "stops_at": None}
 
 
-def main() -> None:
-    """Measure the table and the servers, and save the figures."""
-    chosen = common.read_options(Options)
+def check(chosen: Options) -> None:
+    """Sort the options. Raises UserError for values that cannot be measured."""
     chosen.batches, chosen.rates = sorted(chosen.batches), sorted(chosen.rates)
     if chosen.batches[:1] != [1]:
         raise UserError(f"batches is {chosen.batches}, expected numbers of rows from 1 on.")
-    engine = load_engine(chosen)
-    fitting = common.fitting_prompts(engine, chosen.prompts, chosen.max_new_tokens)
-    prompts = [ids for _, ids in fitting]
-    speeds = measure_lengths(engine, prompts, chosen)
-    table = choose_lengths(speeds, chosen.least_gain, max(chosen.batches))
-    del engine
-    with ExitStack() as running, tempfile.TemporaryDirectory() as folder:
-        drafter = f"drafter={chosen.drafter}"
-        if Path(chosen.drafter).exists():
-            drafter = f"drafter={resolve_model(chosen.drafter)}"
+    if not chosen.rates or chosen.rates[0] <= 0:
+        raise UserError(f"rates is {chosen.rates}, expected requests a second above 0.")
+    names = [label_of(one) for one in chosen.drafters]
+    if not names or len({*names, PLAIN, *chosen.urls}) < len(names) + 1 + len(chosen.urls):
+        raise UserError(
+            f"drafters is {names}, expected at least one, each with a name of its own that is "
+            f"neither {PLAIN} nor one of urls. Give a mapping with `use` and `name`."
+        )
+
+
+def main() -> None:
+    """Measure the tables and the servers, and save the figures."""
+    chosen = common.read_options(Options)
+    check(chosen)
+    prompts = prompts_of(load_engine(chosen, "prompt_lookup"), chosen)
+    figures, sides = dict[str, Any](), {PLAIN: ["drafter=none"]}
+    for drafter in chosen.drafters:
+        name, setting = label_of(drafter), override_of(drafter)
+        figures[name], table = learn_table(drafter, chosen)
         by_batch = f"{KEY}={json.dumps(table, separators=(',', ':'))}"
-        sides = {PLAIN: ["drafter=none"], DRAFTER: [drafter], TABLE: [drafter, by_batch]}
-        urls = {
-            name: running.enter_context(server(chosen, folder, *words))
-            for name, words in sides.items()
-        }
+        sides |= {name: [setting], TABLE.format(name): [setting, by_batch]}
+    with tempfile.TemporaryDirectory() as folder, servers(chosen, sides, folder) as urls:
         rows = measure_load({**urls, **chosen.urls}, prompts, chosen)
-    common.save(
-        chosen.name,
-        chosen,
-        {
-            "tokens_per_second": speeds,
-            KEY: table,
-            "vllm": {"num_speculative_tokens": chosen.num_draft_tokens, VLLM_KEY: table},
-            "drafts_nothing_from": next((first for first, _, k in table if k == 0), None),
-            "pays_up_to": {name: pays_up_to(rows, name) for name in (DRAFTER, TABLE)},
-            "rates": rows,
-        },
-    )
+    pays = {name: where_it_pays(rows, name) for name in [*sides, *chosen.urls] if name != PLAIN}
+    common.save(chosen.name, chosen, {"drafters": figures, "pays": pays, "rates": rows})
 
 
 if __name__ == "__main__":

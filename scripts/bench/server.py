@@ -36,6 +36,7 @@ GOAL = 1.05
 
 @dataclass
 class Options(ServedOptions):
+    drafter: str = "prompt_lookup"  # name or folder
     max_prompts: int = 4  # prompts of the file
     max_new_tokens: int = 96  # of an answer
     num_draft_tokens: int = 4  # longest draft
@@ -60,7 +61,7 @@ def settings_of(engine: Engine, chosen: Options) -> Settings:
 def main() -> None:
     """Measure all sides and save the figures."""
     chosen = common.read_options(Options)
-    plain, served = load_engine(chosen), load_engine(chosen)
+    plain, served = (load_engine(chosen, chosen.drafter) for _ in range(2))
     settings = settings_of(plain, chosen)
     prompts = [
         ids for _, ids in common.fitting_prompts(plain, chosen.prompts, chosen.max_new_tokens)

@@ -1,0 +1,176 @@
+"""The benchmark of the HTTP server under load: its arithmetic, its file for vLLM, and a toy run."""
+
+import json
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
+from decoding.engine import load
+from decoding.errors import UserError
+from heads.registry import kind_in
+from scripts.bench import common
+from scripts.bench import load as script
+from scripts.bench.load import Answered, Options
+from scripts.bench.vllm_file import KEY, format_file, speculative_config
+from tests.heads.published import saved
+
+TABLE = [[1, 2, 4], [3, 8, 0]]
+SERVERS = ["plain", "prompt_lookup", "prompt_lookup by batch", "suffixes", "suffixes by batch"]
+
+
+# Arithmetic -----------------------------------------------------------------------------------
+def test_arrivals_are_those_of_a_poisson_process() -> None:
+    times = script.arrivals(4.0, 4000, seed=3)
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *times])]
+    mean, spread = statistics.mean(gaps), statistics.stdev(gaps)
+    assert min(gaps) > 0 and mean == pytest.approx(0.25, rel=0.05)
+    assert spread == pytest.approx(mean, rel=0.06), "of an exponential law"
+    assert script.arrivals(4.0, 4000, seed=3) == times != script.arrivals(4.0, 4000, seed=4)
+
+
+def test_percentiles_are_measured_values() -> None:
+    assert script.percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert script.percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
+
+
+def test_a_summary_counts_from_the_arrivals() -> None:
+    found = [Answered(0.1, 1.1, 11, "a"), Answered(0.5, 2.0, 4, "b")]
+    plain = [Answered(0.1, 2.2, 11, "a"), Answered(0.5, 2.0, 4, "c")]
+    figures = script.summary(found, [0.0, 1.0], plain)
+    assert figures["tokens_per_second"] == pytest.approx(15 / 3)
+    assert figures["in_system"] == pytest.approx(3.1 / 3), "Little's law"
+    assert figures["per_token_s"]["p50"] == pytest.approx(0.1)
+    assert figures["latency_over_plain"] == pytest.approx(0.75) and figures["equal_texts"] == 1
+
+
+def test_the_fastest_lengths_are_the_table() -> None:
+    speeds = {
+        1: {0: 100.0, 1: 120.0, 2: 140.0},
+        2: {0: 180.0, 1: 200.0, 2: 190.0},
+        4: {0: 300.0, 1: 303.0, 2: 280.0},  # a gain of 1 % counts as none
+    }
+    assert script.choose_lengths(speeds, 1.02, 8) == [[1, 1, 2], [2, 3, 1], [4, 8, 0]]
+    assert script.choose_lengths(speeds, 1.0, 8) == [[1, 1, 2], [2, 8, 1]], "control"
+
+
+def test_speculation_pays_up_to_the_first_rate_at_which_it_does_not() -> None:
+    def rows(*over: float) -> list[dict[str, Any]]:
+        rates = (0.5, 1.0, 2.0)
+        return [
+            {"rate": rate, "server": name, "latency_over_plain": value}
+            for rate, one in zip(rates, over, strict=True)
+            for name, value in (("plain", 1.0), ("mine", one))
+        ]
+
+    assert script.where_it_pays(rows(0.8, 0.9, 1.2), "mine") == {"up_to": 1.0, "stops_at": 2.0}
+    assert script.where_it_pays(rows(0.8, 1.1, 0.9), "mine") == {"up_to": 0.5, "stops_at": 1.0}
+    assert script.where_it_pays(rows(1.0, 0.9, 0.9), "mine") == {"up_to": None, "stops_at": 0.5}
+    assert script.where_it_pays(rows(0.8, 0.9, 0.9), "mine") == {"up_to": 2.0, "stops_at": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"batches": [2, 4]}, r"batches is \[2, 4\], expected numbers of rows from 1 on"),
+        ({"rates": [0.0, 1.0]}, "expected requests a second above 0"),
+        ({"rates": []}, "expected requests a second above 0"),
+        ({"drafters": []}, "expected at least one"),
+        ({"drafters": ["prompt_lookup", "prompt_lookup"]}, "a name of its own"),
+        ({"drafters": ["plain"]}, "neither plain nor one of urls"),
+        ({"drafters": ["vllm"], "urls": {"vllm": "http://a"}}, "one of urls"),
+    ],
+)
+def test_options_that_cannot_be_measured_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        script.check(Options(**fields))
+
+
+def test_a_drafter_with_options_is_one_setting(tmp_path: Path) -> None:
+    given = {"use": "ranked_tree", "folder": "it's here", "max_nodes": 24, "name": "tree"}
+    assert script.label_of(given) == "tree"
+    setting = script.override_of(given)
+    assert setting == r"drafter={use: 'ranked_tree', folder: 'it\'s here', max_nodes: 24}"
+    assert script.override_of(str(tmp_path)) == f"drafter={tmp_path}"
+    assert script.folder_of({"use": "ranked_tree", "folder": str(tmp_path)}) == tmp_path
+    assert script.folder_of("prompt_lookup") is None
+
+
+# The file for vLLM ----------------------------------------------------------------------------
+def test_the_file_has_what_vllm_reads(tiny_target: Path) -> None:
+    found = speculative_config(PromptLookup(), None, TABLE, 4)
+    sizes = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    expected = {"method": "ngram", **sizes, "num_speculative_tokens": 4, KEY: TABLE}
+    assert found == expected
+    text = format_file(found, str(tiny_target))
+    assert text.startswith(f"# vllm serve {tiny_target} --config ")
+    read = yaml.safe_load(text)  # vLLM passes a nested value on as JSON
+    assert json.loads(json.dumps(read)) == {"speculative-config": expected}
+    engine = load(tiny_target, tiny_target)
+    assert isinstance(engine.drafter, ChainDrafter)
+    chain = speculative_config(engine.drafter, tiny_target, TABLE, 4)
+    assert (chain["method"], chain["model"]) == ("draft_model", str(tiny_target))
+
+
+def test_heads_have_their_methods_of_vllm(tmp_path: Path) -> None:
+    row, folder = saved(tmp_path / "eagle3", "eagle3")
+    kind = kind_in(folder)
+    shape = kind.read_shape(folder)
+    drafter = row.kind.drafter(kind.load(folder), shape, row.kind.config(), False)
+    found = speculative_config(drafter, folder, TABLE, 40)
+    assert found["method"] == "eagle3" and found["num_speculative_tokens"] == 4
+
+
+def test_what_vllm_does_not_run_is_named(tiny_target: Path) -> None:
+    with pytest.raises(UserError, match="vLLM does not run suffix_lookup"):
+        speculative_config(SuffixLookup(), None, TABLE, 4)
+    with pytest.raises(UserError, match="no number of rows gains from prompt_lookup"):
+        speculative_config(PromptLookup(), None, [[1, 8, 0]], 4)
+
+
+# The whole -------------------------------------------------------------------------------------
+@pytest.mark.long
+def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run servers of two drafters beside one without, and check what is saved."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    options = {
+        "target": tiny_target,
+        "drafters": "[prompt_lookup,{use: suffix_lookup, min_match: 2, name: suffixes}]",
+        "rates": "[20,5]",
+        "requests": 6,
+        "batches": "[1,2]",
+        "max_new_tokens": 12,
+        "num_draft_tokens": 2,
+        "least_gain": 0.0,  # so that some length always pays
+        "rounds": 1,
+        "threads": 1,
+        "name": "toy",
+    }
+    words = [f"{key}={value}" for key, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["load.py", *words])
+    script.main()
+    figures = json.loads((tmp_path / "toy.json").read_text())["figures"]
+    rows = figures["rates"]
+    assert [(row["rate"], row["server"]) for row in rows] == [
+        (rate, server) for rate in (5.0, 20.0) for server in SERVERS
+    ]
+    assert {row["equal_texts"] for row in rows} == {6}, "drafts change no text"
+    for row in rows:
+        for name in ("first_token_s", "per_token_s", "latency_s"):
+            assert 0 < row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
+    assert figures["pays"].keys() == {*SERVERS[1:]}
+    lookup, suffixes = figures["drafters"]["prompt_lookup"], figures["drafters"]["suffixes"]
+    assert suffixes["vllm"] == "vLLM does not run suffixes."
+    table = lookup["num_draft_tokens_by_batch"]
+    assert table[0][0] == 1 and table[-1][1] == 2
+    if max(tokens for *_, tokens in table):
+        exported = yaml.safe_load((tmp_path / lookup["vllm"]).read_text())
+        assert exported["speculative-config"][KEY] == table
+    else:
+        assert "no number of rows gains" in lookup["vllm"]
