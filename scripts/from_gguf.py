@@ -4,8 +4,8 @@
 
 Quantized weights are dequantized, so the folder's model is exactly the model that the file
 describes, rounded to the dtype. FOLDER gets config.json, model.safetensors, the tokenizer with the
-chat template, generation_config.json, and gguf.json with the hash of the source. It appears under
-its name when it is complete.
+chat template, generation_config.json, gguf.json with the hash of the source, and a README.md with
+the licence that the file states. It appears under its name when it is complete.
 """
 
 import json
@@ -16,11 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import yaml
 from transformers import GenerationConfig, LlamaConfig
 
 from decoding.errors import UserError
 from decoding.models.folder import WEIGHTS, read_json, sha256
-from decoding.models.gguf.file import GgufFile
+from decoding.models.gguf.file import TEXT, GgufFile
 from decoding.models.gguf.model import config_of, weights_of
 from decoding.models.gguf.tokenizer import tokenizer_of
 from decoding.models.load import DTYPES
@@ -74,8 +75,19 @@ def _write(file: GgufFile, config: dict[str, Any], folder: Path, dtype: str) -> 
     save_tensors(weights_of(file, config, DTYPES[dtype]), folder / WEIGHTS, {"format": "pt"})
     origin = {"file": file.path.name, "sha256": sha256(file.path), "dtype": dtype}
     write_text(folder / SOURCE, json.dumps(origin, indent=1) + "\n")
+    if stated := license_in(file):
+        front = yaml.safe_dump(stated, sort_keys=False)
+        text = f"---\n{front}---\nConverted from `{file.path.name}`, in {dtype}.\n"
+        write_text(folder / "README.md", text)
     check_model(folder)
     load_tokenizer(folder)
+
+
+def license_in(file: GgufFile) -> dict[str, str]:
+    """Return the licence that a file states, as keys of a README's front matter."""
+    keys = {"": "license", ".name": "license_name", ".link": "license_link"}
+    found = {key: file.value(f"general.license{end}", TEXT, "") for end, key in keys.items()}
+    return {key: value for key, value in found.items() if value} if found["license"] else {}
 
 
 def main() -> None:

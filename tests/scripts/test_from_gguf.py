@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from decoding import generate, load
 from decoding.errors import UserError
-from decoding.models.folder import sha256
+from decoding.models.folder import hash_input, sha256
 from decoding.models.text.tokenizer import load_tokenizer
 from scripts.from_gguf import convert
 from tests.support.gguf_files import SPECIAL, tiny_llama, write
+from training.model_card import license_of
 
 
 def test_the_folder_is_the_files_model(tmp_path: Path):
@@ -29,6 +30,19 @@ def test_the_folder_is_the_files_model(tmp_path: Path):
     origin = json.loads((folder / "gguf.json").read_text())
     assert origin == {"file": "m.gguf", "sha256": sha256(source), "dtype": "float32"}
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "made"}
+
+
+def test_the_folder_states_the_files_licence(tmp_path: Path):
+    """Check what the cards of drafters for this model will state."""
+    stated = {"general.license": "other", "general.license.name": "mine: own"}
+    source = write(tmp_path / "m.gguf", tiny_llama(), change=lambda given, _: given.update(stated))
+    convert(source, tmp_path / "made")
+    assert license_of(tmp_path / "made") == {"license": "other", "license_name": "mine: own"}
+    convert(write(tmp_path / "none.gguf", tiny_llama()), tmp_path / "without")
+    assert license_of(tmp_path / "without") == {"license": "unknown"}
+    assert hash_input(tmp_path / "made", ["gguf.json"]) == hash_input(
+        tmp_path / "without", ["gguf.json"]
+    ), "the hash of the target does not depend on it"
 
 
 def test_it_decodes_as_a_target(tmp_path: Path):
