@@ -12,6 +12,7 @@ from eval.measure.setup import Loaded
 from eval.report.page import Provenance
 from eval.report.text import traced_texts
 from eval.statistics.schema import Row, main_rows
+from eval.tasks.forms import PUBLISHED
 from jobs.run_folder import RunFolder
 
 NOT_MEASURED = (
@@ -62,6 +63,7 @@ def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[st
         found.append(f"{counts['over_limit']} prompts: over the limit of max_prompts.")
     for first in main_rows(rows)[:1]:
         found += _unmeasured_by_bound(first)
+        found += _unmeasured_as_published(cfg, first)
     for batch in cfg.batch_sizes:
         if left := sum(len(part) % batch for part in prompts_by_part(cfg, loaded)):
             found.append(f"{left} prompts at batch {batch}: they do not fill a batch.")
@@ -81,6 +83,18 @@ def _unmeasured_by_bound(first: Row) -> list[str]:
     return [
         f"{left} of {first.prompts_asked} prompts: max_seconds={first.max_seconds:g} {over}. "
         f"The prompts are measured in an order shuffled by the seed."
+    ]
+
+
+def _unmeasured_as_published(cfg: EvalConfig, first: Row) -> list[str]:
+    """Return a sentence if fewer prompts were measured than the published benchmark has."""
+    published = PUBLISHED.get(cfg.benchmark.format, 0)
+    if first.prompts >= published:
+        return []
+    return [
+        f"{published - first.prompts:,} of the {published:,} prompts that {first.benchmark} has as "
+        f"published. max_prompts=0 with benchmark.sweep_path=FILE, or with sweep=[] and "
+        f"num_draft_tokens=, measures all prompts of a file."
     ]
 
 

@@ -24,6 +24,8 @@ from training.data.readers import (
 )
 
 AUTO = "auto"
+# form -> prompts of the published benchmark; forms of several files or splits have none
+PUBLISHED = {"mt_bench": 80, "spec_bench": 480, "gsm8k": 1319, "mgsm": 2750, "humaneval": 164}
 # Spec-Bench's first 80 questions are MT-bench's, in its eight categories.
 _MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math"),

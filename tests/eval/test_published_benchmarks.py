@@ -1,0 +1,123 @@
+"""Published benchmarks are measured whole: every prompt and turn of the real files."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from eval.config import EvalConfig
+from eval.measure.benchmarks import Benchmark, load_benchmark
+from eval.measure.records import read_records
+from eval.run import run
+from eval.statistics.schema import read_rows
+from eval.tasks.forms import PUBLISHED
+from jobs.composing import compose_job
+from jobs.config import typed
+from tests.support import tiny_folders as tiny
+from tests.support.tiers import tiered
+
+# benchmark= -> its file, its published prompts, and their turns
+WHOLE = {
+    "mt_bench": ("mt_bench.jsonl", 80, 160),
+    "spec_bench": ("spec_bench.jsonl", 480, 560),
+    "gsm8k": ("gsm8k_test.jsonl", 1319, 1319),
+    "gsm8k_8_shot": ("gsm8k_test.jsonl", 1319, 1319),
+    "mgsm": ("mgsm.jsonl", 2750, 2750),
+    "humaneval": ("raw/HumanEval.jsonl", 164, 164),
+    # the test split, and parts of larger benchmarks
+    "mbpp": ("mbpp_test.jsonl", 500, 500),
+    "hellaswag": ("hellaswag_contexts.jsonl", 3000, 3000),
+    "alpaca": ("alpaca_eval.jsonl", 617, 617),
+}
+ALL = ("max_prompts=0", "sweep=[]", "num_draft_tokens=[4]")
+GROUPS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the option that names eight worked examples."""
+    lines = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
+    file = tmp_path_factory.mktemp("shots") / "train.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"benchmark.shots={file}"
+
+
+def configured(data: Path, name: str, *more: str) -> EvalConfig:
+    """Return an evaluation of a named benchmark's real file, as the command line gives it."""
+    given = [f"benchmark={name}", f"benchmark.path={data / 'eval' / WHOLE[name][0]}", *more]
+    composed: Any = compose_job("eval.run", EvalConfig, given)
+    return typed(composed, EvalConfig)
+
+
+def kept(cfg: EvalConfig, tokenizer: Path) -> Benchmark:
+    """Return the prompts of an evaluation, for a target with a long context."""
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    return load_benchmark(
+        cfg.benchmark, words, max_length=100_000, max_new_tokens=128, limit=cfg.max_prompts
+    )
+
+
+@pytest.mark.parametrize("name", tiered(WHOLE, ["mt_bench", "spec_bench"]))
+def test_every_published_prompt_is_kept(
+    name: str, shared_data: Path, llama_tokenizer: Path, shots: str
+):
+    """Check the counts of prompts, turns and groups; the default limit keeps fewer."""
+    more = [] if name == "hellaswag" else ["benchmark.chat_template=vicuna"]
+    more += [shots] if name == "gsm8k_8_shot" else []
+    found = kept(configured(shared_data, name, *ALL, *more), llama_tokenizer)
+    _, prompts, turns = WHOLE[name]
+    assert len(found.prompts) == found.counts["kept"] == found.counts["read"] == prompts
+    assert sum(len(prompt.turns) for prompt in found.prompts) == turns
+    assert len({prompt.id for prompt in found.prompts}) == prompts
+    form = configured(shared_data, name, *more).benchmark.format
+    assert PUBLISHED.get(form, prompts) == prompts
+    groups = Counter(prompt.category for prompt in found.prompts)
+    if name == "spec_bench":
+        assert groups == dict.fromkeys(GROUPS, 80)
+    if name == "mgsm":
+        assert len(groups) == 11 and set(groups.values()) == {250}
+    if name == "mt_bench":
+        assert len(groups) == 8 and set(groups.values()) == {10}
+    few = kept(configured(shared_data, name, *more), llama_tokenizer)
+    assert len(few.prompts) == 64 < prompts, "control: the default limit"
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny target and drafter of a long context."""
+    home = tmp_path_factory.mktemp("wide")
+    tiny.save(home / "target", layers=2, context=12_000)
+    tiny.save(home / "shallow", layers=1, context=12_000)
+    return home
+
+
+def measured(cfg: EvalConfig, home: Path) -> Path:
+    """Measure greedily with a tiny target, two tokens a turn; return the run folder."""
+    cfg.target.path, cfg.target.device = str(home / "target"), "cpu"
+    cfg.drafters, cfg.output_dir = [str(home / "shallow")], str(home / cfg.benchmark.name)
+    cfg.max_new_tokens, cfg.temperatures, cfg.bootstrap_resamples = 2, [0.0], 50
+    cfg.prompt_lookup_control, cfg.threads, cfg.timing_repeats = False, 1, 1
+    return run(cfg)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mt_bench", "humaneval"])
+def test_a_row_counts_every_published_prompt(name: str, shared_data: Path, wide: Path):
+    """Decode all prompts of the real file, both turns where there are two."""
+    folder = measured(configured(shared_data, name, *ALL), wide)
+    _, prompts, turns = WHOLE[name]
+    [row] = read_rows(folder / "results.jsonl")
+    assert row.prompts == prompts
+    mine = [one for one in read_records(folder / "records.jsonl") if one.drafter == row.drafter]
+    assert len({one.prompt_id for one in mine}) == prompts and len(mine) == turns
+    assert "as published" not in (folder / "report.html").read_text()
+
+
+def test_a_part_of_a_published_benchmark_is_named_in_the_report(shared_data: Path, wide: Path):
+    part = ("max_prompts=5", "sweep=[]", "num_draft_tokens=[4]")
+    folder = measured(configured(shared_data, "humaneval", *part), wide)
+    page = (folder / "report.html").read_text()
+    assert "159 of the 164 prompts that HumanEval has as published." in page
