@@ -20,7 +20,7 @@ LONGEST_NAME = 64  # characters of a field's name that are compared with the kno
 # fields of a request that are read, by endpoint
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 SHARED = ("model", "max_tokens", *SAMPLING, "seed", "stop", "stream", "stream_options", "n", "user")
-EXTENDED = (*SHARED, "return_token_ids")  # an extension of vLLM's
+EXTENDED = (*SHARED, "return_token_ids", "stop_token_ids")  # extensions of vLLM's
 FIELDS = {CHAT: (*EXTENDED, "messages", "max_completion_tokens"), TEXT: (*EXTENDED, "prompt")}
 # fields of OpenAI's API that this server does not support -> values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -157,10 +158,13 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 def _settings(body: Mapping[str, Any], limits: Limits) -> Settings:
     """Return the settings of a request's rows."""
+    if body.get("top_k") == -1:  # vLLM's word for 0
+        body = {**body, "top_k": 0}
     given: dict[str, Any] = {
         name: _value(body, name, None, RULES[name]) for name in (*SAMPLING, "seed")
     }
     given = {name: value for name, value in given.items() if value is not None}
+    _check_stop_tokens(body.get("stop_token_ids"), limits)
     if "seed" not in given:
         given["seed"] = secrets.randbelow(LARGEST_SEED_OF_OURS)
     stop = body.get("stop")
@@ -173,6 +177,18 @@ def _settings(body: Mapping[str, Any], limits: Limits) -> Settings:
     return replace(
         limits.settings, **given, stop_strings=tuple(stops), max_new_tokens=min(longest, most)
     )
+
+
+def _check_stop_tokens(ids: Any, limits: Limits) -> None:
+    """Raise RequestError for tokens that do not end every answer of this server anyway."""
+    known = limits.settings.stop_token_ids
+    if ids is not None and not (isinstance(ids, list) and all(one in known for one in ids)):
+        raise RequestError(
+            f"stop_token_ids is {quote(ids)}, expected some of {list(known)}, the ends of a text "
+            f"of this server. Use stop for strings.",
+            code="unsupported_parameter",
+            param="stop_token_ids",
+        )
 
 
 def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:

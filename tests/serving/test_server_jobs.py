@@ -43,7 +43,7 @@ def test_ten_thousand_idle_connections(module: str) -> None:
         pytest.skip(f"needs {MANY + 200:,} open files, this system allows {hard:,}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with run_server(module, "target.max_length=128", "idle_seconds=25") as job:
+        with run_server(module, "target.max_length=128", "idle_seconds=40") as job:
             with open_idle(job.url, MANY) as idle:
                 assert JOBS[module](job.url)
                 assert is_open(idle[0]) and is_open(idle[-1]), "control: all are open at once"
