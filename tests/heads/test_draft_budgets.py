@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from decoding.costs.roofline import BudgetedDrafter, forward_budget
 from decoding.loop import decode
@@ -111,6 +112,30 @@ def measured_and_predicted(row: HeadRow, extra: Any = None) -> tuple[int, int]:
 def test_a_draft_reads_the_matrices_of_its_budget(row: HeadRow) -> None:
     measured, predicted = measured_and_predicted(row)
     assert measured == predicted
+
+
+# PyTorch counts no operations of attention, which is a small part here.
+@pytest.mark.parametrize(
+    ("name", "attends"),
+    [("recurrent", False), ("medusa", False), ("eagle3", True), ("domino", True), ("sdsat", True)],
+)
+def test_the_operations_are_those_of_the_products(name: str, attends: bool) -> None:
+    native, counted = native_target(), []
+    drafter: Any = ROWS[name].drafter(head_of(ROWS[name], model_in_float64()).double())
+    propose = drafter.propose
+
+    def count(sequences_B: list[list[int]], *given: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            proposal = propose(sequences_B, *given)
+        flops = counter.get_total_flops()
+        counted.append((len(sequences_B[0]) - 1, proposal.steps, flops))
+        return proposal
+
+    drafter.propose = count
+    decode(native, drafter, [[3, 5, 8]], Settings(16, num_draft_tokens=GAMMA))
+    context, steps, flops = counted[EARLIEST]
+    predicted = drafter.draft_budget(native, steps, GAMMA, context, 1).operations
+    assert flops <= predicted <= 1.2 * flops if attends else flops == predicted
 
 
 def test_a_read_that_the_budget_leaves_out_is_noticed() -> None:
