@@ -106,7 +106,9 @@ def test_every_extension_trains_and_is_described(
 ):
     brief = ("loop.max_steps=2", "loop.eval_every=2", f"states.folder={tmp_path / 'states'}")
     run(configured(tiny_target, tmp_path / "run", *overrides, *brief))
-    head, said = load_head(tmp_path / "run" / "drafter"), capsys.readouterr().out
+    head, printed = load_head(tmp_path / "run" / "drafter"), capsys.readouterr()
+    said = printed.out
+    assert "step 2: held-out acceptance" in said + printed.err
     shortlist = head.config.draft_vocab_size == 300
     assert ("only this project loads it" in said) == shortlist
     assert ("MB on disk in" in said) == shortlist

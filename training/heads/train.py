@@ -269,9 +269,10 @@ def make_evaluation(
         GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device, costs)
     ]
     at_temperature = heads, config.held_out.temperature, length, parallel.device
-    evaluations.insert(0, DepthFigures(kind, head, states, answers, *at_temperature))
+    # after the chain, whose acceptance progress shows as the first figure
+    evaluations.append(DepthFigures(kind, head, states, answers, *at_temperature))
     if kind.has_confidence(head):
-        evaluations.insert(0, Calibration(kind, head, states, answers, *at_temperature))
+        evaluations.append(Calibration(kind, head, states, answers, *at_temperature))
     measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
