@@ -43,7 +43,7 @@ class Settings:
     stopping_threshold: float | None = None
     # "serial", or a schedule that drafts while it verifies (decoding.schedules.by_name.SCHEDULES)
     schedule: str = "serial"
-    # measured costs, for stopping="cost_ratio" and for drafters and schedules that need them
+    # measured costs, for the policies, drafters and schedules that decide from them
     costs: RoundCosts | None = None
     # divides positive and multiplies negative logits of the text's tokens; 1 is off
     repetition_penalty: float = 1.0

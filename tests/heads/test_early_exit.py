@@ -282,7 +282,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
     plain = generate(load(tiny_target, dtype="float64"), "def add(a, b):", max_new_tokens=12)
     engine = load(tiny_target, folder, dtype="float64")
     assert isinstance(engine.drafter, EarlyExitDrafter)
-    for stopping in ("fixed", "thompson"):
+    for stopping in ("fixed", "thompson_published"):
         drafted = generate(engine, "def add(a, b):", max_new_tokens=12, stopping=stopping)
         assert drafted.tokens == plain.tokens and drafted.stats.tested > 0
     again = [*given[:-1], f"output_dir={tmp_path / 'again'}", f"head.path={folder}"]
