@@ -22,6 +22,7 @@ from decoding.costs.machine_limits import Limits, measure_limits
 from decoding.costs.roofline import BudgetedDrafter, ForwardBudget, forward_budget
 from decoding.drafters.registry import head_of
 from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import ParallelTarget
@@ -114,6 +115,8 @@ def _draft(
 
     A draft runs a head, a folder's model, the target without some sub-layers, or no model.
     """
+    if isinstance(drafter, LookupFirst):
+        drafter = drafter.drafter  # a lookup reads nothing
     if isinstance(drafter, BudgetedDrafter):
         return partial(drafter.draft_budget, target)
     dtype = DTYPES[target.dtype]

@@ -13,6 +13,7 @@ from decoding.costs.machine_limits import Limits, measure_limits
 from decoding.costs.roofline import forward_budget
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.load import load_target
@@ -26,6 +27,8 @@ from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, wit
 from eval.statistics.paired_samples import PairedSample
 from eval.statistics.rows import build_rows, samples_of
 from eval.statistics.schema import DrafterFacts, RoundBudget, read_rows, write_rows
+from heads.medusa.drafter import MedusaDrafter
+from tests.decoding.row_kinds.medusa import random_medusa
 from tests.support import simulated_records as simulated
 from tests.support.tiny_folders import config
 
@@ -108,6 +111,20 @@ def test_a_layer_without_both_sublayers_costs_nothing(home):
     assert drafted - alone == pytest.approx(
         forward_budget(shallower, torch.float32, 1, 40).bytes_read / 1e6
     )
+
+
+def test_a_head_needs_its_own_budget_with_a_lookup_before_it_too(home):
+    target = load_target(home / "target", dtype="float32")
+    head = MedusaDrafter(heads=random_medusa(target), shape="chain")
+    drafters = {"head": head, "both": LookupFirst(head)}
+    mappings = {name: {"_target_": "any", "folder": "any"} for name in drafters}
+    known = shapes_of(home / "target", target, mappings, drafters)
+    unit = dataclasses.replace(ONE_PASS, draft_steps=5)
+    found = [row_budgets(known, facts(name), unit, 2, 40)["budget"] for name in drafters]
+    alone = row_budgets(shapes(home), facts("lookup"), unit, 2, 40)["budget"]
+    draft = head.draft_budget(target, 0.5, 2, 40, 1)
+    assert found[0].megabytes == pytest.approx(alone.megabytes + draft.bytes_read / 1e6)
+    assert found[0] == found[1] and draft.operations > 0
 
 
 def test_a_drafter_alone_needs_its_step_and_no_target(home):
