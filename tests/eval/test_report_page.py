@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from eval.doctor.report import doctor_page
 from eval.plan.config import PlanConfig
 from eval.plan.job import run as run_plan
 from eval.report.page import engines_page
 from jobs.config import TargetConfig
 from tests.support import tiny_folders as tiny
+from tests.support.examinations import doctor_config, examined, healthy
 from tests.support.page_checks import faults, opened
 from tests.support.simulated_engines import GAINS, engine_row
 from tests.support.simulated_records import PROVENANCE
@@ -32,7 +34,7 @@ CONTROLS = [
     ("asked for", '<img src="http://127.0.0.1:1/x.png" alt="">'),
     ("is cut off", '<figure><svg viewBox="0 0 9 9"><text x="8">long</text></svg></figure>'),
 ]
-NAMES = ["evaluation", "comparison", "engines", "plan"]
+NAMES = ["evaluation", "comparison", "engines", "plan", "doctor"]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,14 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def examined_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Examine a drafter without its training, of which little is known; return the page."""
+    home = tmp_path_factory.mktemp("doctor")
+    drafter = healthy(home)
+    return doctor_page(examined(home, drafter), doctor_config(home, drafter), "eval.doctor")
+
+
 def _content(name: str, request: pytest.FixtureRequest) -> str:
     if name == "evaluation":
         return str(request.getfixturevalue("html"))
@@ -87,6 +97,8 @@ def _content(name: str, request: pytest.FixtureRequest) -> str:
     if name == "plan":
         planned = request.getfixturevalue("planned")
         return str((planned / "plan.html").read_text(encoding="utf-8"))
+    if name == "doctor":
+        return str(request.getfixturevalue("examined_page"))
     rows = [
         engine_row(engine, drafter, "float32", 1, 0.0)
         for engine in GAINS
