@@ -42,7 +42,7 @@ from training.heads.config_keys import get
 from training.heads.published import EMBEDDING_COPY, PublishedLayout
 
 # fields of config.json that this head has with one value only
-_FIXED: dict[str, Any] = {
+ONLY: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -58,7 +58,7 @@ _FIXED: dict[str, Any] = {
     "layer_types": ["full_attention"],
 }
 # the same of an EAGLE-1 head; None: no value
-_FIXED_FIRST: dict[str, Any] = {
+_ONLY_FIRST: dict[str, Any] = {
     **dict.fromkeys(SWITCHES, False),
     **dict.fromkeys(("taps", LAYERS, "num_aux_hidden_states")),
 }
@@ -120,10 +120,10 @@ def read_head_config(folder: Path) -> EagleConfig:
             f"{file}: architectures is {quote(found)}, expected ['{ARCHITECTURE}'], an EAGLE-3 "
             f"head. Use `use: chain` for a language model."
         )
-    first, fixed, kind = is_first(values), _FIXED, "EAGLE-3"
+    first, fixed, kind = is_first(values), ONLY, "EAGLE-3"
     if first:
         kind, whole = "EAGLE-1", {"draft_vocab_size": values.get("vocab_size")}
-        fixed = _FIXED | _FIXED_FIRST | whole
+        fixed = ONLY | _ONLY_FIRST | whole
     for key, only in fixed.items():
         given = served.get(key, values.get(key, only))
         # Model Optimizer writes null for what its training left at the default

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
+from heads.block import read_config
+from heads.eagle import checkpoint as eagle_checkpoint
 from heads.eagle.checkpoint import load_head, read_head_config
 from heads.export import export, form_of
 from heads.registry import kind_in
@@ -352,6 +354,14 @@ def test_other_copies_than_the_targets_tensors_are_refused(tmp_path: Path) -> No
         ("domino", {}, "speculators", "correction is gru, expected one of none, markov, selector"),
         ("specdiff", {}, "speculators", "target's embedding .* among the layers"),
         ("dflash", {}, "deepspec", "layout is fill_in, expected anchor_first.*; the correction is"),
+        ("parallelspec", {}, "specforge", "masks_by_depth is true, expected false"),
+        ("parallelspec", {}, "speculators", "masks_by_depth is true, expected false"),
+        ("fusion per layer", {}, "speculators", "fusion per_layer, each layer's own mixture"),
+        ("dspark", {"taps": (0, 3)}, "deepspec", "target's embedding .* among the layers"),
+        ("dflash2", {"confidence": True}, "speculators", "confidence head that reads .* selector"),
+        ("dflash", {"conv_taps": 2, "conv_group": 4}, "speculators", "convolution without a sel"),
+        ("dflash2 with a draft vocabulary", {}, "speculators", "a selector without a convolution"),
+        ("dflash2", {"layout": "anchor_first"}, "speculators", "a selector in blocks whose first"),
     ],
     ids=str,
 )
@@ -362,6 +372,15 @@ def test_heads_that_a_layout_cannot_hold_are_refused(
     with pytest.raises(UserError, match=words):
         export(ours, layout, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_names_every_key_of_published_heads_that_are_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    _, found, rest = page.partition("### Published heads that are refused")
+    refused = rest.partition("\n## ")[0]
+    keys = {*eagle_checkpoint.ONLY, *(key for key, _ in read_config.ONLY)}
+    assert found and not {key for key in keys if f"`{key}`" not in refused}
+    assert "`fc_norm`" not in refused, "control: a key of heads that are read"
 
 
 def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
