@@ -97,9 +97,9 @@ class EvalConfig(JobConfig):
     # probabilities of the target by L in tests of drafted tokens; verification rule where
     # temperature > 0; a drafter's mapping may override it
     verify: str = "token"
-    # rule that ends a draft: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or
-    # cost_ratio; null: cost_ratio for a model's chains, else fixed; a drafter's mapping may
-    # override it
+    # rule that ends a draft: fixed, confidence, assisted, adaptive_confidence, entropy, thompson,
+    # thompson_published, thompson_calibrated or cost_ratio; null: cost_ratio for a model's chains,
+    # else fixed; a drafter's mapping may override it
     stopping: str | None = None
     # threshold of the rules that have one; null: the default of the rule
     stopping_threshold: float | None = None
@@ -112,8 +112,9 @@ class EvalConfig(JobConfig):
     # draft lengths tried in the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
     # Longest draft under a stopping rule that sets the lengths itself (confidence, assisted,
-    # adaptive_confidence, entropy, thompson); given and swept lengths do not apply to it. A
-    # drafter's mapping may override it, for cost_ratio too. Targets with recorded steps ignore it.
+    # adaptive_confidence, entropy, thompson, thompson_published); given and swept lengths do not
+    # apply to it. A drafter's mapping may override it, for the rules by cost too. Targets with
+    # recorded steps ignore it.
     max_draft_tokens: int = 16
     # prompts of the sweep, spread over all prompts; the main part measures the others, so the best
     # length is not chosen on its test

@@ -16,6 +16,7 @@ from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.rounds.stats import Generation
+from decoding.stopping.policies import BY_COST
 from eval.logged.decoding import decode_logged
 from eval.logged.one_pass import drafts_of, follow, follows_in_one_pass
 from eval.logged.texts import LoggedText
@@ -69,9 +70,11 @@ def refuse_drafter(name: str, drafter: Drafter, use: DrafterUse) -> None:
         raise _refusal(name, "reads the target's hidden states")
     if drafter.capabilities.needs_costs:
         raise _refusal(name, "needs the costs of a target", "Set by_cost: false.")
-    if use.stopping == "cost_ratio":
+    if use.stopping in BY_COST:
         raise _refusal(
-            name, "has stopping=cost_ratio, which needs a target's costs", "Set stopping=fixed."
+            name,
+            f"has stopping={use.stopping}, which needs a target's costs",
+            "Set stopping=fixed.",
         )
     if use.schedule != "serial":
         raise _refusal(name, f"has schedule={use.schedule}", "Use schedule=serial.")

@@ -196,6 +196,7 @@ def test_what_needs_costs_is_refused(evaluated: Path) -> None:
     for asked, words in (
         ({"use": "budget_tree", "folder": shallow}, "by_cost: false"),
         ({"use": shallow, "stopping": "cost_ratio"}, "needs a target's costs"),
+        ({"use": shallow, "stopping": "thompson_calibrated"}, "needs a target's costs"),
         ({"use": shallow, "schedule": "pearl_virtual"}, "schedule=serial"),
         ({"use": shallow, "verify": "block"}, "which only eval.run supports"),
     ):
