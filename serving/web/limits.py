@@ -6,10 +6,11 @@ visitor, so they are refused before it reads them.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from decoding.values import is_int, quote
-from serving.api.bodies import BODY_SECONDS, parse_object
+from serving.api.bodies import BODY_SECONDS, DRAIN_SECONDS, parse_object
 from serving.api.errors import RequestError
 
 Scope = MutableMapping[str, Any]
@@ -33,19 +34,24 @@ class Limits:
         app: Callable[[Scope, Receive, Send], Awaitable[None]],
         inputs: Mapping[int, int],
         body_seconds: float = BODY_SECONDS,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         """Guard an application.
 
         inputs: number of a function of the page -> number of its inputs. body_seconds: in which a
-        body must arrive.
+        body must arrive. drain_seconds: how long a refused body is read and dropped.
         """
-        self.app, self.inputs, self.body_seconds = app, inputs, body_seconds
+        self.app, self.inputs = app, inputs
+        self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or pass on one request."""
         refusal = refusal_of(scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await _drop_body(receive)  # a client that still sends would not read the answer
+            # a client that still sends would not read the answer
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.drain_seconds):
+                    await _drop_body(receive)
         elif scope["type"] == "http" and scope["method"] == "POST":
             try:
                 async with asyncio.timeout(self.body_seconds):

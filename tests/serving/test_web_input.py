@@ -5,7 +5,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,31 +190,65 @@ def test_idle_connections_neither_block_nor_stay(page: Page) -> None:
         assert is_open(new), "control: a new connection is kept for a while"
 
 
-def test_a_body_that_never_ends_is_given_up() -> None:
-    async def ask(parts: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-        sent: list[dict[str, Any]] = []
+Message = dict[str, Any]
 
-        async def receive() -> dict[str, Any]:
-            if parts:
-                return parts.pop(0)
-            await asyncio.sleep(PATIENCE_S)
-            raise AssertionError("it waits for ever")
 
-        async def send(message: dict[str, Any]) -> None:
+def sent_by_limits(
+    limits: dict[str, float], next_part: Callable[[], Awaitable[Message]], path: str = JOIN
+) -> list[Message]:
+    """Return what the limits of the page send while these parts of a body arrive."""
+
+    async def answers() -> list[Message]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
             sent.append(message)
 
         async def app(scope: Scope, receive: Any, send: Any) -> None:
             await send({"type": "passed on", "body": (await receive())["body"]})
 
         headers = [(b"content-length", b"900")]
-        scope = {"type": "http", "method": "POST", "path": JOIN, "headers": headers}
-        await Limits(app, {1: 0}, seconds)(scope, receive, send)
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await Limits(app, {1: 0}, **limits)(scope, next_part, send)
         return sent
+
+    return asyncio.run(asyncio.wait_for(answers(), PATIENCE_S))
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    def ask(parts: list[Message], seconds: float) -> list[Message]:
+        async def receive() -> Message:
+            if not parts:
+                await asyncio.sleep(2 * PATIENCE_S)
+            return parts.pop(0)
+
+        return sent_by_limits({"body_seconds": seconds}, receive)
 
     part = {"type": "http.request", "body": b'{"fn_index": 1, "data": [],', "more_body": True}
     rest = {"type": "http.request", "body": b'"session_hash": "a"}', "more_body": False}
-    start, body = asyncio.run(ask([part], 0.05))
+    start, body = ask([part], 0.05)
     assert start["status"] == 408 and b"did not arrive within 0.05 s" in body["body"]
-    assert asyncio.run(ask([part, {"type": "http.disconnect"}], 9)) == [], "nobody is there"
-    (passed,) = asyncio.run(ask([part, rest], 9))
+    assert ask([part, {"type": "http.disconnect"}], 9) == [], "nobody is there"
+    (passed,) = ask([part, rest], 9)
     assert passed["body"] == part["body"] + rest["body"], "control: a whole body"
+
+
+def test_the_body_of_a_refused_request_is_not_read_for_ever() -> None:
+    """Check it with a body that trickles; one that ends is read before its answer."""
+    read: list[int] = []
+
+    async def trickle() -> Message:
+        read.append(1)
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def whole() -> Message:
+        read.append(1)
+        return {"type": "http.request", "body": b"x", "more_body": len(read) < 20}
+
+    limits = {"drain_seconds": 0.1}
+    start, _ = sent_by_limits(limits, trickle, "/gradio_api/upload")
+    assert start["status"] == 403 and 0 < len(read) <= 11
+    read.clear()
+    start, _ = sent_by_limits(limits, whole, "/gradio_api/upload")
+    assert start["status"] == 403 and len(read) == 20, "control: a body that ends is read whole"
