@@ -183,7 +183,9 @@ def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
     for group, text in chosen.items():
         file = CONF / group / f"{text.partition('=')[2]}.yaml"
         if group != "experiment" and file.is_file() and "@package _global_" in file.read_text():
-            yield from (".".join(path) for path, _ in leaves(yaml.safe_load(file.read_text())))
+            written = yaml.safe_load(file.read_text())
+            written.pop("defaults", None)
+            yield from (".".join(path) for path, _ in leaves(written))
 
 
 def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:

@@ -15,6 +15,7 @@ from heads.train import find_kind_name, schema_for
 from jobs.composing import CONF, compose_job
 from jobs.config import typed
 from jobs.saved_config import upgrade_config
+from jobs.stages import compose_stage
 from tests.heads.test_heads_train import SMALL, configured
 from training.heads.kind import HeadKind
 
@@ -96,6 +97,19 @@ def test_a_broken_file_is_left_to_composing(tmp_path: Path):
         composed("head=mine", found)
 
 
+def test_a_loss_of_the_command_line_or_of_an_experiment_replaces_that_of_a_preset():
+    for given in (["loss=lk", "head=dspark"], ["head=dspark", "loss=lk"]):
+        loss = composed(*given, "target.path=x").loss
+        assert (loss.name, loss.decay) == ("lk", 0.7788) and not any(loss.parts.values())
+    schema = schema_for([])
+    made = compose_job("heads.train", schema, ["target.path=x", "output_dir=/run"])
+    made.stage_overrides = {"heads.train:one": ["head=dspark"]}
+    (member,) = compose_stage("heads.train:one", typed(made, schema), made).members
+    loss = typed(member, schema_for(["head=dspark"])).loss
+    assert (loss.name, loss.decay, loss.parts["tv"]) == ("forward_kl", 0.7788, 0)
+    assert composed("head=dspark", "target.path=x").loss.parts["tv"] == 1.8, "control"
+
+
 def test_block_presets_differ_in_their_files_alone():
     """Check the table of presets, and that a run that was saved by an older name continues."""
     blocks = [name for name in KINDS if find_kind(name) == "block"]
@@ -116,9 +130,24 @@ PUBLISHED = {
     "eagle3": {"loss.predict_n_tokens": 7, "loss.decay": 0.8, "head.fc_norm": True},
     "p_eagle": {"loss.depth_share": 0.7, "loss.least_depth_share": 0.2, "loss.decay": 1.0},
     "dflash": {"head.num_taps": 5, "loss.depth_weights": "d_pace", "loss.d_pace_alpha": 0.5},
-    "dspark": {"head.rank": 256, "head.confidence": True, "loss.decay": 0.7788},
-    "domino": {"head.rank": 256, "head.gru_size": 1024, "head.layout": "anchor_first"},
+    "dspark": {
+        "head.rank": 256,
+        "head.confidence": True,
+        "loss.decay": 0.7788,
+        "loss.name": "mixture",
+        "loss.parts.cross_entropy": 0.1,
+        "loss.parts.tv": 1.8,
+    },
+    "domino": {
+        "head.rank": 256,
+        "head.gru_size": 1024,
+        "head.layout": "anchor_first",
+        "loss.depth_weights": "decay",
+        "loss.decay": 0.7788,
+    },
     "dflash2": {
+        "loss.depth_weights": "decay",
+        "loss.decay": 0.7788,
         "head.rank": 256,
         "head.candidates": 16,
         "head.conv_taps": 2,
@@ -129,6 +158,6 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_have_the_values_of_their_papers(name: str):
+def test_presets_have_published_values(name: str):
     config = OmegaConf.structured(configured("heads.train", f"head={name}", "target.path=x"))
     assert {key: OmegaConf.select(config, key) for key in PUBLISHED[name]} == PUBLISHED[name]
