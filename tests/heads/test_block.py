@@ -147,7 +147,7 @@ def test_other_blocks_texts_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
         for (tip, depth), each in alone.items():
             there = packed[row * 48 + start + tip, depth]
             torch.testing.assert_close(there, each, atol=1e-9, rtol=0)
-    few = features_of(head, collate(samples, [[0, 1], [2]], 48), drafts_per_row=3, step=1)
+    few = features_of(head, collate(samples, [[0, 1], [2]], 48), drafts_per_row=3, key=(0, 1))
     assert 0 < len({tip for tip, _ in few}) <= 6 < len({tip for tip, _ in packed})
     monkeypatch.setattr(drafts_in_rows, "SLOTS_AT_ONCE", 14)
     chunks = features_of(head, collate(samples, [[0, 1], [2]], 48))

@@ -82,7 +82,7 @@ def test_deeper_tokens_train_in_fewer_drafts():
     assert shares == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.3])
     kept = []
     for step in range(2):
-        where = positions(batch, 6, False, step=step, context=True, shares_K=shares)
+        where = positions(batch, 6, False, key=(0, step), context=True, shares_K=shares)
         pairs = zip(where.draft_N.tolist(), where.head_N.tolist(), strict=True)
         kept.append([set() for _ in range(6)])
         for draft, depth in pairs:

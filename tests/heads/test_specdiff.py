@@ -42,7 +42,7 @@ def in_steps(steps: int) -> HeadRow:
 
 
 def masked(batch: PackedBatch, step: int = 0) -> Positions:
-    return positions(batch, K, False, step=step, context=True, random_masks=True)
+    return positions(batch, K, False, key=(0, step), context=True, random_masks=True)
 
 
 # ------------------------------------------------------------------------------- the passes

@@ -191,11 +191,11 @@ def test_positions_are_those_of_supervised_tokens():
 
 def test_own_tokens_are_a_share_that_changes_from_step_to_step():
     batch = collate([Sample(np.arange(400, dtype=np.int32) % 61, np.arange(400) > 0)], [[0]], 400)
-    own = [positions(batch, 3, False, 0.3, step).own_O.tolist() for step in range(20)]
+    own = [positions(batch, 3, False, 0.3, (0, step)).own_O.tolist() for step in range(20)]
     drafts = len(positions(batch, 3, False).drafts_M)
     assert 0.25 < sum(map(len, own)) / (20 * drafts) < 0.35
     assert own[0] != own[1]
-    assert own[4] == positions(batch, 3, False, 0.3, 4).own_O.tolist()
+    assert own[4] == positions(batch, 3, False, 0.3, (0, 4)).own_O.tolist()
     assert not len(positions(batch, 3, False).own_O)
     assert len(positions(batch, 3, False, 1.0).own_O) == drafts
 

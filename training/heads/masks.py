@@ -12,20 +12,14 @@ import numpy as np
 from decoding.sampling import noise
 
 MASKED = -1  # in place of the token of a masked slot
-_PURPOSE = 5  # part of the keys, which differs from those of decoding and of on-policy rows
 
 
-def mask_slots(
-    drafts: np.ndarray, length: int, slots: int, step: int
-) -> tuple[np.ndarray, np.ndarray]:
+def mask_slots(keys_M: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each slot is masked [K, M], and the number of masked slots [M].
 
-    Both depend on the step and on the draft's position in its row, but not on the number of ranks.
-    drafts: positions in the flattened batch. length: tokens of a row. slots: K.
+    keys_M: the 64-bit key of each draft, on which both depend. slots: K.
     """
-    state_M = np.full(len(drafts), noise.key(_PURPOSE, step), np.uint64)
-    state_M = noise.extend(state_M, (drafts % length).astype(np.uint64))
-    counts_M = 1 + (noise.uniform(state_M) * slots).astype(np.int64)
+    counts_M = 1 + (noise.uniform(keys_M) * slots).astype(np.int64)
     numbers_K1 = np.arange(1, slots + 1, dtype=np.uint64)[:, None]
-    order_KM = noise.uniform(noise.extend(state_M, numbers_K1)).argsort(axis=0)
+    order_KM = noise.uniform(noise.extend(keys_M, numbers_K1)).argsort(axis=0)
     return order_KM.argsort(axis=0) < counts_M, counts_M

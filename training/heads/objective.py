@@ -75,7 +75,8 @@ class HeadObjective(StaticObjective):
         """Store the head and what it learns.
 
         on_policy: the rows in which it learns the target's distribution after its own tokens, with
-        a loss that reads only this distribution; None: no rows. seed: of noise on states.
+        a loss that reads only this distribution; None: no rows. seed: of all that is sampled, which
+        is drafts and their depths, masks, drafts with own tokens, and noise on states.
         """
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
@@ -133,7 +134,7 @@ class HeadObjective(StaticObjective):
             self.depths,
             reads_final(loss),
             loss.own_tokens,
-            self.step,
+            (self.seed, self.step),
             grouped=several,
             context=self.kind.reads_context,
             drafts_per_row=loss.drafts_per_row,

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
+from decoding.sampling import noise
 from training.data.packing import PackedBatch, Sample
 from training.heads.masks import MASKED, mask_slots
 from training.losses.chunked import CHUNK
 
-_SPREAD = 2654435761  # Knuth's multiplicative hash: spreads consecutive positions over 32 bits
+# parts of the keys of what is sampled, which differ from those of other random numbers of a run
+_DRAFTS, _DEPTHS, _MASKS, _CONTINUED = range(7, 11)
 
 
 @dataclass
@@ -79,7 +81,7 @@ def positions(
     heads: int,
     uses_teacher: bool,
     own_tokens: float = 0.0,
-    step: int = 0,
+    key: tuple[int, ...] = (),
     *,
     grouped: bool = False,
     by_draft: bool = False,
@@ -91,13 +93,14 @@ def positions(
     """Return the positions and labels of all predictions of `heads` heads in a batch.
 
     uses_teacher: include the hidden states from which the target predicts. own_tokens: share of the
-    drafts that continue from the head's own tokens; which ones depends on `step`, but not on the
-    number of ranks. grouped: make the predictions of one head contiguous in every chunk of the
-    loss, for heads with separate output layers. by_draft: order the predictions by draft and depth,
-    not by predicted token, and return draft x heads + head as their targets. context: keep the
-    hidden states of all tokens, for heads that attend to them. drafts_per_row: maximum number of
-    drafts in a row, sampled anew in each step; 0: all drafts. shares_K: the share of the drafts
-    that predict at each depth, falling, sampled anew in each step; empty: all. random_masks: fill
+    drafts that continue from the head's own tokens. key: of all that is sampled, such as (seed,
+    step); what is sampled in a row depends on it and on the samples in the row, not on the other
+    rows of the batch or on the padding. grouped: make the predictions of one head contiguous in
+    every chunk of the loss, for heads with separate output layers. by_draft: order the predictions
+    by draft and depth, not by predicted token, and return draft x heads + head as their targets.
+    context: keep the hidden states of all tokens, for heads that attend to them. drafts_per_row:
+    maximum number of drafts in a row, sampled by the key; 0: all drafts. shares_K: the share of the
+    drafts that predict at each depth, falling, sampled by the key; empty: all. random_masks: fill
     some slots of each draft with the text's tokens, and predict the others. These three need
     `context`, as stores keep the states of one step for the others.
     """
@@ -106,14 +109,14 @@ def positions(
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
     all_KR = _count_in_rows(predicts_KF, np.arange(rows * length) // length, rows)
     if drafts_per_row:
-        drafts = _sample_drafts(drafts, length, drafts_per_row, step)
+        drafts = _sample_drafts(batch, drafts, drafts_per_row, key)
     predicts_KM = predicts_KF[:, drafts]
     if any(share < 1 for share in shares_K):
-        predicts_KM = predicts_KM & _keeps_depths(drafts, length, step, shares_K)
+        predicts_KM = predicts_KM & _keeps_depths(batch, drafts, shares_K, key)
     unmasked_R = _count_in_rows(predicts_KM, drafts // length, rows).sum(axis=0)
     filled_MK, masked_M = drafts[:0], drafts[:0]
     if random_masks:
-        masked_KM, masked_M = mask_slots(drafts, length, heads, step)
+        masked_KM, masked_M = mask_slots(_draft_keys(batch, drafts, key, _MASKS), heads)
         predicts_KM = predicts_KM & masked_KM
         filled_MK = _filled(batch, drafts, masked_KM.T)
     head, draft = np.nonzero(predicts_KM)
@@ -127,7 +130,7 @@ def positions(
     if context:
         kept = np.flatnonzero(batch.host.documents_RT > 0)
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
-    continued = np.flatnonzero(_spread(drafts, length, step) < own_tokens * 2**32)
+    continued = np.flatnonzero(_sampled_numbers(batch, drafts, key, _CONTINUED) < own_tokens)
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
     if by_draft:
         seats = draft * heads + head
@@ -195,25 +198,38 @@ def _count_in_rows(predicts_KM: np.ndarray, rows_M: np.ndarray, rows: int) -> np
     return np.stack([np.bincount(rows_M[each_M], minlength=rows) for each_M in predicts_KM])
 
 
-def _spread(drafts: np.ndarray, length: int, step: int) -> np.ndarray:
-    """Return numbers below 2^32 that depend on each draft's position in its row, and the step."""
-    return (drafts % length + step % 2**16 * length) * _SPREAD % 2**32
+def _draft_keys(
+    batch: PackedBatch, drafts: np.ndarray, key: tuple[int, ...], purpose: int
+) -> np.ndarray:
+    """Return the 64-bit key of each draft, from `key`, its row's samples and its place there."""
+    length = batch.host.documents_RT.shape[1]
+    of_rows = [noise.key(*key, purpose, *row) for row in batch.rows]
+    keys_R = np.asarray(of_rows, dtype=np.uint64)
+    return noise.extend(keys_R[drafts // length], (drafts % length).astype(np.uint64))
+
+
+def _sampled_numbers(
+    batch: PackedBatch, drafts: np.ndarray, key: tuple[int, ...], purpose: int
+) -> np.ndarray:
+    """Return a number inside (0, 1) for each draft, see `_draft_keys`."""
+    numbers_M: np.ndarray = noise.uniform(_draft_keys(batch, drafts, key, purpose))
+    return numbers_M
 
 
 def _keeps_depths(
-    drafts: np.ndarray, length: int, step: int, shares_K: Sequence[float]
+    batch: PackedBatch, drafts: np.ndarray, shares_K: Sequence[float], key: tuple[int, ...]
 ) -> np.ndarray:
     """Return whether each draft predicts at each depth [K, M]; one that ends begins no more."""
-    numbers = _spread(drafts, length, step)
-    # independent of the order by which drafts of a row are sampled
-    numbers = (numbers ^ numbers >> 7) * _SPREAD % 2**32
-    return numbers < np.asarray(shares_K)[:, None] * 2**32
+    return _sampled_numbers(batch, drafts, key, _DEPTHS) < np.asarray(shares_K)[:, None]
 
 
-def _sample_drafts(drafts: np.ndarray, length: int, most: int, step: int) -> np.ndarray:
+def _sample_drafts(
+    batch: PackedBatch, drafts: np.ndarray, most: int, key: tuple[int, ...]
+) -> np.ndarray:
     """Return at most `most` drafts of each row, in their order."""
-    order = np.lexsort((_spread(drafts, length, step), drafts // length))
-    rows = drafts[order] // length
+    row_M = drafts // batch.host.documents_RT.shape[1]
+    order = np.lexsort((_sampled_numbers(batch, drafts, key, _DRAFTS), row_M))
+    rows = row_M[order]
     first = np.searchsorted(rows, rows)  # place of the row's first draft
     return np.sort(drafts[order[np.arange(len(rows)) - first < most]])
 
