@@ -59,8 +59,8 @@ STOPS = ValueRule(
 )
 SWITCH = ValueRule(lambda value: isinstance(value, bool), "true or false")
 
-Render = Callable[[list[dict[str, str]]], list[int]]
-Encode = Callable[[str], list[int]]
+Render = Callable[[list[dict[str, str]]], str]
+Encode = Callable[[str, bool], list[int]]
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ class Limits:
 
     model: str
     context: int  # tokens of prompt and answer
+    most_characters: int  # of a prompt: those of `context` tokens if each is the longest one
     vocab_size: int
     settings: Settings  # of the batch
     max_new_tokens: int  # 0: what the context holds
     max_choices: int
-    render: Render  # of a chat
-    encode: Encode  # of a text
+    render: Render  # the text of a chat
+    encode: Encode  # of a text; whether the tokenizer adds its special tokens
 
 
 def read_request(path: str, body: Mapping[str, Any], limits: Limits) -> Asked:
@@ -111,7 +112,11 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits) -> Asked:
     if path == CHAT:
         field, prompts = "messages", [_chat(body, limits)]
     else:
-        field, prompts = "prompt", [_encoded(prompt, limits) for prompt in _texts(body, limits)]
+        field, texts = "prompt", _texts(body, limits)
+        for text in texts:
+            if isinstance(text, str):
+                _check_characters(text, field, limits)
+        prompts = [_encoded(text, limits) for text in texts]
     for prompt in prompts:
         _check_length(prompt, field, limits)
     requests = [
@@ -231,10 +236,19 @@ def _chat(body: Mapping[str, Any], limits: Limits) -> list[int]:
             f'{{"role": "user", "content": "..."}}.',
             param="messages",
         )
+    if len(messages) > limits.context:
+        raise RequestError(
+            f"messages has {len(messages):,} messages, but the model's context holds "
+            f"{limits.context} tokens with the answer. Shorten the chat.",
+            code="context_length_exceeded",
+            param="messages",
+        )
     try:
-        return limits.render(check_messages([_plain(message) for message in messages]))
+        text = limits.render(check_messages([_plain(message) for message in messages]))
     except UserError as error:
         raise RequestError(str(error), param="messages") from error
+    _check_characters(text, "messages", limits)
+    return limits.encode(text, False)
 
 
 def _plain(message: Any) -> Any:
@@ -283,7 +297,7 @@ def _encoded(prompt: Any, limits: Limits) -> list[int]:
             check_text(prompt, "prompt")
         except UserError as error:
             raise RequestError(str(error), param="prompt") from error
-        return limits.encode(prompt)
+        return limits.encode(prompt, True)
     ids = prompt if isinstance(prompt, list) else [prompt]
     wrong = [one for one in ids if not is_int(one) or not 0 <= one < limits.vocab_size]
     if wrong:
@@ -293,6 +307,21 @@ def _encoded(prompt: Any, limits: Limits) -> list[int]:
             param="prompt",
         )
     return ids
+
+
+def _check_characters(text: str, field: str, limits: Limits) -> None:
+    """Raise RequestError for a text that cannot fit the context.
+
+    The characters are counted first, since tokenizing a long text makes other requests wait.
+    """
+    if len(text) > limits.most_characters:
+        raise RequestError(
+            f"the prompt has {len(text):,} characters, but the model's context holds "
+            f"{limits.context} tokens with the answer, at most {limits.most_characters:,} "
+            f"characters. Shorten the prompt.",
+            code="context_length_exceeded",
+            param=field,
+        )
 
 
 def _check_length(prompt: Sequence[int], field: str, limits: Limits) -> None:

@@ -6,9 +6,9 @@ from typing import cast
 
 import uvicorn
 
-from decoding.engine import encode
 from decoding.errors import UserError
 from decoding.interfaces import PoolKeeper
+from decoding.models.text.tokenizer import longest_token
 from serving.api.app import Api
 from serving.api.config import ApiConfig
 from serving.api.keys import Keys
@@ -18,7 +18,8 @@ from serving.api.requests import Limits
 from serving.api.scheduler import Scheduler
 from serving.connections import IdleProtocol
 from serving.setup import ChatModels
-from training.data.chat import render_prompt
+from training.data.answer_spans import render_turns
+from training.data.chat import template_source
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,29 @@ def make_service(loaded: ChatModels, cfg: ApiConfig, keys: Keys) -> Service:
 def _limits(loaded: ChatModels, cfg: ApiConfig) -> Limits:
     engine, template = loaded.engine, loaded.template
 
-    def render(messages: list[dict[str, str]]) -> list[int]:
+    def render(messages: list[dict[str, str]]) -> str:
         if not template:
             raise UserError(
                 f"the tokenizer of '{engine.target.name}' has no chat template. Send prompts to "
                 f"/v1/completions, or start the server with template=."
             )
-        return render_prompt(engine.tokenizer, messages, template=template)
+        source = template_source(engine.tokenizer, template)
+        return render_turns(engine.tokenizer, source, messages, prompt=True)
+
+    def encode(text: str, special: bool) -> list[int]:
+        found = engine.tokenizer(text, add_special_tokens=special, verbose=False)
+        return list(found["input_ids"])
 
     return Limits(
         model=cfg.model_name or engine.target.name,
         context=engine.target.max_length,
+        most_characters=engine.target.max_length * longest_token(engine.tokenizer),
         vocab_size=engine.target.vocab_size,
         settings=loaded.settings,
         max_new_tokens=cfg.max_new_tokens,
         max_choices=cfg.max_rows,
         render=render,
-        encode=lambda text: encode(engine, text),
+        encode=encode,
     )
 
 

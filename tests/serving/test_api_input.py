@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError
 
 from decoding.errors import UserError
+from decoding.models.text.tokenizer import longest_token
 from jobs.config import TargetConfig
 from serving.api.answers import ChoiceText
 from serving.api.config import ApiConfig
+from serving.api.errors import RequestError
 from serving.api.job import check, run
+from serving.api.requests import CHAT, TEXT, read_request
 from serving.listening import listen
 from tests.support.api_server import Served, serve
 from tests.support.idle_connections import is_open, open_idle, wait_until_closed
@@ -143,6 +147,47 @@ def test_a_prompt_over_the_context_is_refused_with_its_length(served: Served) ->
     long = {"model": served.model, "prompt": [5] * 250}
     answer = served.post({**long, "temperature": 0})
     assert answer.json()["usage"]["total_tokens"] <= 256
+
+
+def never(*_: object) -> list[int]:
+    raise AssertionError("it is tokenized")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served) -> None:
+    """Check a text, several texts and a chat; a text of as many characters as fit is read."""
+    limits = served.service.limits
+    unread, most = replace(limits, encode=never), limits.most_characters
+    fits, too_long = "a" * most, "a" * (most + 1)
+    asked = {"model": served.model}
+    chat = [{"role": "user", "content": too_long}]
+    for path, prompt, field in (
+        (TEXT, {"prompt": too_long}, "prompt"),
+        (TEXT, {"prompt": ["a", too_long]}, "prompt"),
+        (CHAT, {"messages": chat}, "messages"),
+        (CHAT, {"messages": chat[:1] + [{"role": "user", "content": "a"}] * 256}, "messages"),
+    ):
+        with pytest.raises(RequestError, match="context holds 256 tokens") as found:
+            read_request(path, {**asked, **prompt}, unread)
+        error = error_of(served.post({**asked, **prompt}, path))
+        assert error["code"] == "context_length_exceeded" and error["param"] == field
+        assert error["message"] == found.value.message
+    for path, prompt in (
+        (TEXT, {"prompt": fits}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        with pytest.raises(AssertionError, match="it is tokenized"):
+            read_request(path, {**asked, **prompt}, unread)
+    assert (
+        f"{most + 1:,} characters"
+        in error_of(served.post({**asked, "prompt": too_long}))["message"]
+    )
+    assert " tokens, but" in error_of(served.post({**asked, "prompt": fits}))["message"], "control"
+
+
+def test_no_token_has_more_characters_than_the_longest_entry(served: Served) -> None:
+    tokenizer = served.engine.tokenizer
+    texts = tokenizer.batch_decode([[one] for one in range(len(tokenizer))])
+    assert max(map(len, texts)) <= longest_token(tokenizer)
 
 
 BODIES: list[tuple[bytes, str]] = [

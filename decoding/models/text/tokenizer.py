@@ -69,6 +69,11 @@ def load_tokenizer(
     return tokenizer
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return a bound on the characters of a token: those of the vocabulary's longest entry."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
 def _of_gguf(path: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a GGUF file. Raises UserError as `tokenizer_of` does."""
     from decoding.models.gguf.file import read_gguf
