@@ -28,6 +28,7 @@ from heads.block.shape import (
     FUSIONS,
     GRU,
     LAYOUTS,
+    MARKOV,
     MASKS,
     NONE,
     SELECTOR,
@@ -142,6 +143,7 @@ class BlockKind(BlockPredictions, HeadKind):
                 f"a divisor of {shape.hidden_size}, the target's hidden size",
             ),
             **_denoising_rules(config, shape),
+            **_base_rules(config, shape),
             "head.num_layers": (1 <= options.num_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS}"),
             "head.num_taps": (options.num_taps >= 1, "1 or more"),
             "head.taps": (
@@ -264,6 +266,13 @@ def _denoising_rules(config: BlockTrainConfig, shape: BlockConfig) -> dict[str, 
             f"{DECAY} with head.denoising_steps, whose masks have weights of their own",
         )
     return rules
+
+
+def _base_rules(config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple[bool, str]]:
+    """Return the rule of the loss of uncorrected logits, for heads that correct them all."""
+    if shape.correction not in (GRU, MARKOV):
+        return {}
+    return {"loss.base_weight": (0 <= config.loss.base_weight <= 1, "a share from 0 to 1")}
 
 
 def spread_taps(count: int, num_layers: int) -> Layers:

@@ -95,6 +95,10 @@ class BlockPredictions(PredictingHead):
             return None
         return Candidates(correction.candidates, head.config.hidden_size)
 
+    def base_features(self, head: BlockHead) -> int:
+        corrects = head.correction is not None and self.candidates(head) is None
+        return head.config.hidden_size if corrects else 0
+
     def chance_logits(self, head: BlockHead, features_NE: Tensor) -> Tensor | None:
         return None if head.confidence is None else head.confidence(features_NE)
 

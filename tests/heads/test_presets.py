@@ -141,6 +141,7 @@ PUBLISHED = {
     "domino": {
         "head.rank": 256,
         "head.gru_size": 1024,
+        "loss.base_weight": 1.0,
         "head.layout": "anchor_first",
         "loss.depth_weights": "decay",
         "loss.decay": 0.7788,

@@ -36,6 +36,9 @@ class HeadLossConfig(LossConfig):
     least_depth_share: float = 0.2
     # drafts of a row that train in a step, for heads that attend to the text; 0: all
     drafts_per_row: int = 0
+    # head.correction of gru or markov: share of the uncorrected logits' loss in the first step; it
+    # falls to 0 over the run
+    base_weight: float = 0.0
     # head=eagle1: first depths at which the head trains; 0: all of predict_n_tokens
     train_depths: int = 0
     # head=eagle1: weight of the loss of tokens, which `name` selects, beside that of states
@@ -93,6 +96,10 @@ def head_loss_rules(
             loss.drafts_per_row >= 0 and (reads_context or not loss.drafts_per_row),
             "1 or more, or 0 for all" if reads_context else "0: this head trains on all drafts",
         ),
+        "loss.base_weight": (
+            loss.base_weight == 0,
+            "0 with this head, which has no head.correction of gru or markov",
+        ),
         **_state_rules(loss, predicts_states),
         **loss_rules(loss, names, reason),
     }
@@ -129,8 +136,10 @@ def _state_rules(loss: HeadLossConfig, predicts_states: bool) -> dict[str, tuple
 
 
 def describe_head_loss(loss: HeadLossConfig) -> str:
-    """Return the name of a loss, with the weights of tokens and states if it has both."""
+    """Return the name of a loss, with the weights of its parts if it has several."""
     tokens = describe_loss(loss)
+    if loss.base_weight:
+        tokens += f", at first with the weight {loss.base_weight:g} of the uncorrected logits"
     if not loss.state_weight:
         return tokens
     return f"{loss.token_weight:g} {tokens} + {loss.state_weight:g} smooth L1 of states"

@@ -9,8 +9,11 @@ tokens, and the target's distribution after them is the reference (training/head
 Gradients reach the head, not the target.
 
 A head that drafts from a list of candidates has two losses: among them, and of the features from
-which the list comes (training/heads/candidates.py). A head that predicts the target's next states
-can learn these too, and read states with noise (training/heads/next_states.py).
+which the list comes (training/heads/candidates.py). A head with a correction may learn the
+uncorrected logits first: their loss has the weight l = `base_weight` x the remaining share of the
+run, and that of the corrected ones 1 - l (Domino, arXiv 2605.29707). A head that predicts the
+target's next states can learn these too, and read states with noise
+(training/heads/next_states.py).
 
 Shapes: E features, H hidden size, K heads, N predictions of all heads, P positions of the target
 that are read, S states from which it predicts, V drafted vocabulary.
@@ -81,6 +84,7 @@ class HeadObjective(StaticObjective):
         super().__init__()
         self.kind, self.head, self.states, self.loss = kind, head, states, loss
         self.on_policy, self.seed, self.step = on_policy, seed, 0
+        self._base_share = loss.base_weight
         self.depths = count_depths(kind, trained_depths(loss))
         measured = "acceptance" if uses_teacher(loss) else "top1"
         heads = range(self.depths)
@@ -93,6 +97,7 @@ class HeadObjective(StaticObjective):
 
     def begin(self, step: int, place: Place, rows: Rows) -> None:
         self.step = step
+        self._base_share = self.loss.base_weight * (1 - place.share())
         if self.on_policy is not None:
             self.on_policy.begin(step, rows)
 
@@ -172,10 +177,12 @@ class HeadObjective(StaticObjective):
         if where.scale_N is not None:
             weights_N = weights_N * where.scale_N
         total, sums = self._sum(drafted, where, weights_N)
-        if first is not None:
+        if first is not None:  # the metrics are those of the drafted tokens
             more, of_first = self._sum(first, where, weights_N)
-            # the metrics are those of the drafted tokens
-            total, sums = total + more, sums + F.pad(of_first[heads:], (heads, 0))
+            if self.kind.candidates(self.head) is None:
+                total = (1 - self._base_share) * total + self._base_share * more
+            else:
+                total, sums = total + more, sums + F.pad(of_first[heads:], (heads, 0))
         if logits_N is not None and chances_N is not None:
             total = total + F.binary_cross_entropy_with_logits(
                 widen(logits_N), chances_N, weights_N, reduction="sum"
@@ -195,23 +202,25 @@ class HeadObjective(StaticObjective):
     def _predictions(
         self, features_NE: Tensor, where: Positions, against: Against
     ) -> tuple[Predictions, Predictions | None]:
-        """Return the predictions from which tokens are drafted, and those of their candidates.
+        """Return the predictions from which tokens are drafted, and those of the first features.
 
-        The latter are None for a head without candidates.
+        The latter are those of candidates or of uncorrected logits, or None without a loss of them.
         """
         weights, candidates = (
             self.kind.outputs(self.head, self.states),
             self.kind.candidates(self.head),
         )
+        count = self.kind.base_features(self.head) if self._base_share else 0
         if candidates is None:
             layers = where.heads if len(weights) > 1 else None
-            return Predictions(features_NE, Outputs(weights, layers), against), None
-        (weight_VE,) = weights
-        first_NE, first_VE = features_NE[:, : candidates.features], candidates.split(weight_VE)[0]
-        return (
-            among_candidates(candidates, features_NE, weight_VE, against),
-            Predictions(first_NE, Outputs([first_VE]), against),
-        )
+            drafted = Predictions(features_NE, Outputs(weights, layers), against)
+        else:
+            count = candidates.features
+            drafted = among_candidates(candidates, features_NE, weights[0], against)
+        if not count:
+            return drafted, None
+        first_NE, first_VE = features_NE[:, :count], weights[0][:, :count].detach()
+        return drafted, Predictions(first_NE, Outputs([first_VE]), against)
 
     def _sum(self, part: Predictions, where: Positions, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of predictions, and their sums by head [2 K]."""

@@ -104,6 +104,14 @@ class PredictingHead(Protocol):
         """
         return None
 
+    def base_features(self, head: Any) -> int:
+        """Return the number of first features whose logits a correction changes; 0: there is none.
+
+        A head with a correction has a single output layer. Its first features predict alone in the
+        loss with `HeadLossConfig.base_weight`.
+        """
+        return 0
+
     def random_masks(self, head: Any) -> bool:
         """Return whether the head learns to fill blocks some of whose slots have their tokens.
 
