@@ -35,7 +35,7 @@ from training.data.packing import Sample
 from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
 from training.heads.kind import HeadKind
-from training.heads.probe import check_reading, probe
+from training.heads.probe import check_reading, describe_doubt, probe
 from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY
 from training.models.build import known_config, load_causal_lm
 from training.objectives import freeze
@@ -108,6 +108,8 @@ def check_folder(folder: Path, target: Path) -> None:
     found = probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
     print(found.table())
     check_reading(found, str(folder))
+    if doubt := describe_doubt(found):
+        print(f"warning: {doubt}")
     print(
         f"as stored, its predictions agree with {found.stored.agreement:.1%} of the target's text"
     )

@@ -25,7 +25,7 @@ from training.features.states import TargetStates
 from training.features.taps import Layers
 from training.heads.checkpoint import save_head
 from training.heads.positions import Positions
-from training.heads.probe import Probe, check_reading, probe
+from training.heads.probe import LEAST_GAIN, Probe, Reading, check_reading, describe_doubt, probe
 from training.models.build import load_causal_lm
 from training.objectives import freeze
 
@@ -124,6 +124,36 @@ def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
     found: Probe = probe(row.kind, head, taps, model, texts(model), CPU)
     with pytest.raises(UserError, match="no reading of its taps and slots explains"):
         check_reading(found, "HEAD")
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "warned", "refused"),
+    [
+        (0.0, 0.01, False, False),
+        (0.8 * LEAST_GAIN, 0.01, True, False),
+        (0.8 * LEAST_GAIN, 2.0, False, False),  # less than three standard errors
+        (1.2 * LEAST_GAIN, 0.01, False, True),
+    ],
+)
+def test_a_small_gain_of_a_neighbouring_layer_is_a_warning(
+    gain: float, noise: float, warned: bool, refused: bool
+) -> None:
+    random = np.random.default_rng(0)
+    log_q_N = random.normal(-2, 1, 400)
+    more_N = random.normal(0, noise, 400)
+    other = Reading(1, 0, 0.5, log_q_N + gain + more_N - more_N.mean())
+    found = Probe([Reading(0, 0, 0.5, log_q_N), other], commonest=0.1)
+    assert found.is_misread is refused
+    if refused:
+        with pytest.raises(UserError, match="one layer later"):
+            check_reading(found, "HEAD")
+    else:
+        check_reading(found, "HEAD")
+    words = describe_doubt(found)
+    assert bool(words) is warned
+    if warned:
+        assert "0.040 nats a token more likely if its taps are read one layer later" in words
+        assert "Compare the numbers of its layers" in words
 
 
 def test_a_draft_vocabulary_that_lacks_the_text_is_named() -> None:

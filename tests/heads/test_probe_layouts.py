@@ -115,6 +115,7 @@ BLOCKS = [case for case in cases(tapped=True) if case.values[0] not in ("eagle3"
 
 @pytest.mark.parametrize(("name", "layout"), BLOCKS)
 def test_the_other_layout_of_blocks_is_found(name: str, layout: str, tmp_path: Path) -> None:
+    """Change the layout of blocks, then the numbers of layers too: both are named together."""
     folder = written(tmp_path, name, layout)
     values = config_of(folder)
     anchor_first = values["sample_from_anchor"]
@@ -123,9 +124,12 @@ def test_the_other_layout_of_blocks_is_found(name: str, layout: str, tmp_path: P
     options |= {"shift_label": not anchor_first} if "shift_label" in options else {}
     values["sample_from_anchor"] = not anchor_first
     (folder / "config.json").write_text(json.dumps(values))
-    own = "anchor_first" if anchor_first else "fill_in"
-    words = f"HEAD is read in the wrong layout.*its blocks have the layout {own}"
-    with pytest.raises(UserError, match=words):
+    right = "anchor_first" if anchor_first else "fill_in"
+    words = f"HEAD is read in the wrong layout.*if its blocks have the layout {right}"
+    with pytest.raises(UserError, match=f"{words}\\."):
+        check(folder, name)
+    shift_layers(folder, 1)
+    with pytest.raises(UserError, match=f"{words} and its taps are read one layer earlier"):
         check(folder, name)
 
 

@@ -5,8 +5,11 @@ losslessly: only its acceptance is low. The same key of config.json is read one 
 different servers, and two layouts of blocks differ by one token. So the probe predicts the tokens
 of a text that the target wrote, with the taps shifted by -1, 0 and +1 layers, and compares each
 prediction with the text's tokens at neighbouring places. It also predicts them in the other layout
-of blocks, in which the first slot has another part, so that it is no mere shift. The reading of the
-folder must explain the text best, and better than the text's commonest token.
+of blocks, in which the first slot has another part, so that it is no mere shift, at each shift of
+the taps. The best reading must explain the text better than the text's commonest token. A folder is
+refused if another reading than its own is better by more than three standard errors and by more
+than 0.05 nats a token. A smaller sure gain is only a warning: a head that is read correctly may
+gain as much from a neighbouring layer, whose states are alike.
 
 Shapes: C channels, N predictions, V drafted vocabulary.
 """
@@ -33,9 +36,7 @@ DEPTHS = 2  # drafted tokens that are compared, if a head drafts as many
 SHIFTS = (-1, 0, 1)  # of the taps, in layers, and of the predicted token, in places
 LEAST = 30  # predictions that are compared
 LEAST_LOG_Q = -20.0  # of a token that a head with candidates cannot draft
-LEAST_GAIN = (
-    0.05  # nats by which a reading of another layout is better; a neighbouring layer may gain less
-)
+LEAST_GAIN = 0.05  # nats by which a reading is better than that of a wrong folder
 SURE = 3.0  # standard errors between two readings that tell them apart
 
 
@@ -90,9 +91,22 @@ class Probe:
 
     @property
     def is_misread(self) -> bool:
-        """Return whether another reading than the folder's explains the text better."""
-        gain_N = self.best.log_q_N - self.stored.log_q_N
-        return bool(gain_N.mean() > LEAST_GAIN) and _standard_errors(gain_N) > SURE
+        """Return whether another reading than the folder's explains the text much better."""
+        return self._is_surely_better and self.gain > LEAST_GAIN
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether another reading is surely better, but by no more than LEAST_GAIN."""
+        return self._is_surely_better and self.gain <= LEAST_GAIN
+
+    @property
+    def gain(self) -> float:
+        """Return the nats a token by which the best reading is better than the folder's."""
+        return self.best.score - self.stored.score
+
+    @property
+    def _is_surely_better(self) -> bool:
+        return _standard_errors(self.best.log_q_N - self.stored.log_q_N) > SURE
 
     def table(self) -> str:
         """Return the readings as lines of text."""
@@ -128,24 +142,21 @@ def probe(
     batches = [collate(samples, [row], length, device) for row in rows]
     readings: list[Reading] = []
     commonest = 0.0
-    for layers in SHIFTS:
-        shifted = tuple(layer + layers for layer in taps or (last,))
-        if all(0 <= layer <= last for layer in shifted):
+    for layout, read in {"": head, **kind.other_layouts(head)}.items():
+        for layers in SHIFTS:
+            shifted = tuple(layer + layers for layer in taps or (last,))
+            if not all(0 <= layer <= last for layer in shifted):
+                continue
             states = TargetStates(target, taps=shifted, final=False)
-            found = [_predict(kind, head, states, batch, depths) for batch in batches]
+            found = [_predict(kind, read, states, batch, depths) for batch in batches]
             q_NS, right_NS = (np.concatenate(part) for part in zip(*(one[:2] for one in found)))
             labels_N = np.concatenate([one[2] for one in found])
             commonest = float(np.bincount(labels_N, minlength=1).max() / max(len(labels_N), 1))
             for column, places in enumerate(SHIFTS):
-                agreement = float(right_NS[:, column].sum()) / max(len(right_NS), 1)
-                readings.append(Reading(layers, places, agreement, q_NS[:, column]))
-    states = TargetStates(target, taps=taps, final=False)
-    middle = SHIFTS.index(0)
-    for layout, other in kind.other_layouts(head).items():
-        found = [_predict(kind, other, states, batch, depths) for batch in batches]
-        q_NS, right_NS = (np.concatenate(part) for part in zip(*(one[:2] for one in found)))
-        agreement = float(right_NS[:, middle].mean()) if len(right_NS) else 0.0
-        readings.append(Reading(0, 0, agreement, q_NS[:, middle], layout))
+                # a shift of places is another description of the other layout of blocks
+                if places == 0 or not layout:
+                    agreement = float(right_NS[:, column].sum()) / max(len(right_NS), 1)
+                    readings.append(Reading(layers, places, agreement, q_NS[:, column], layout))
     return Probe(readings, commonest)
 
 
@@ -176,6 +187,18 @@ def check_reading(found: Probe, name: str) -> None:
             f"{_describe(best)}. Correct config.json, or convert the head again from the tool that "
             f"trained it."
         )
+
+
+def describe_doubt(found: Probe) -> str:
+    """Return a warning if another reading is surely better, but too little to refuse the folder."""
+    if not found.is_doubtful:
+        return ""
+    return (
+        f"the target's text is {found.gain:.3f} nats a token more likely if "
+        f"{_describe(found.best)}. That is surely more, but a head that is read correctly may gain "
+        f"up to {LEAST_GAIN} nats from a neighbouring layer. Compare the numbers of its layers "
+        f"with those of the tool that trained it."
+    )
 
 
 def _describe(reading: Reading) -> str:
