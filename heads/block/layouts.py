@@ -258,14 +258,23 @@ DEEPSPEC = replace(
 )
 
 
-def _launch_vllm(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch:
+def _is_shifted(shape: BlockConfig) -> bool:
+    """Return whether servers take each slot for another place (see _LAYOUT_KEYS)."""
+    return shape.anchor_first and shape.correction != MARKOV
+
+
+def _launch_vllm(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch | None:
+    if _is_shifted(shape):
+        return None
     method = "dspark" if shape.correction == MARKOV else "dflash"
     # by hand and in tests, on CPUs; its DSpark and DFlash2 need a GPU
     was_run = layout == SERVED.name and shape.is_dflash
     return vllm_launch(target, was_run, method=method, num_speculative_tokens=shape.num_drafts)
 
 
-def _launch_sglang(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch:
+def _launch_sglang(target: str, layout: str, shape: BlockConfig, tokens: int) -> Launch | None:
+    if _is_shifted(shape):
+        return None
     algorithm = "DSPARK" if shape.correction == MARKOV else "DFLASH"
     options = f"--speculative-num-draft-tokens {shape.block_size}"
     return sglang_launch(target, algorithm, options)
@@ -278,21 +287,8 @@ _BY_ARCHITECTURE = (
     *DEEPSPEC.corrections.values(),
 )
 _UNCALIBRATED = "stops by the confidence as it was trained"
-_VLLM_KEYS = (
-    Key(
-        (f"{OPTIONS}.causal", "is_causal", "causal"),
-        "causal",
-        default=False,
-        layouts=(SERVED.name,),
-        effect="the slots of a block see others than in training",
-    ),
-    Key(
-        ("sliding_window_non_causal",),
-        wanted=True,
-        default=False,
-        layouts=(SPECULATORS.name,),
-        effect="it makes blocks causal",
-    ),
+# vLLM and SGLang read the key in DSpark alone, and take DFlash's blocks for fill_in
+_LAYOUT_KEYS = (
     Key(
         (LAYOUT_KEY,),
         "anchor_first",
@@ -308,6 +304,23 @@ _VLLM_KEYS = (
         applies=lambda shape: shape.correction != MARKOV,
         effect="every token would be drafted for another place",
     ),
+)
+_VLLM_KEYS = (
+    Key(
+        (f"{OPTIONS}.causal", "is_causal", "causal"),
+        "causal",
+        default=False,
+        layouts=(SERVED.name,),
+        effect="the slots of a block see others than in training",
+    ),
+    Key(
+        ("sliding_window_non_causal",),
+        wanted=True,
+        default=False,
+        layouts=(SPECULATORS.name,),
+        effect="it makes blocks causal",
+    ),
+    *_LAYOUT_KEYS,
     Key(("enable_confidence_head",), "confidence", default=True, layouts=(SPECULATORS.name,)),
     Key(
         (SPECULATORS.verifier,),
@@ -317,6 +330,7 @@ _VLLM_KEYS = (
     Key((PROPOSALS,), layouts=(SPECULATORS.name,), effect="it drafts the number of tokens in it"),
 )
 _SGLANG_KEYS = (
+    *_LAYOUT_KEYS,
     Key(
         (f"{OPTIONS}.mask_token_id", "mask_token_id"),
         "mask_token_id",

@@ -25,7 +25,7 @@ def commands(readme: str) -> dict[str, tuple[str, str]]:
     return {name: (tested, command.rstrip()) for name, tested, command in blocks}
 
 
-def exported(tmp_path: Path, layout: str, name: str, target: bool = False, **fields: Any) -> str:
+def exported(tmp_path: Path, layout: str, name: str, /, target: bool = False, **fields: Any) -> str:
     """Return the README of a row's head, exported from a folder with a card."""
     _, ours = saved(tmp_path / "ours", name, **fields)
     card = {"name": "mine", "target": "some/model", "num_draft_tokens": 5}
@@ -53,6 +53,7 @@ def exported(tmp_path: Path, layout: str, name: str, target: bool = False, **fie
         ("vllm", "medusa with a shared projection", {}, {}),
         ("vllm", "medusa", {"shared": True}, {VLLM: "run"}),
         ("served", "dflash", {}, {VLLM: "run", SGLANG: "by form, not run"}),
+        ("served", "dflash", {"layout": "anchor_first"}, {}),
         ("deepspec", "dspark", {}, {VLLM: "by form, not run", SGLANG: "by form, not run"}),
         ("served", "domino", {}, {}),
     ],
