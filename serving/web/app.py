@@ -49,14 +49,14 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
     first = next(iter(choices))
     longest = cfg.max_new_tokens
 
-    def begin(request: gr.Request, *chosen: Any) -> None:
+    def begin(request: gr.Request, *chosen: Any) -> int:
         with shown_errors():
             demo.check(ask_of(*chosen))  # now, not after the visitors before
-        visits.begin(str(request.session_hash))
+        return visits.begin(str(request.session_hash))
 
-    def run(request: gr.Request, *chosen: Any) -> Iterator[str]:
+    def run(request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
         session = str(request.session_hash)
-        stop = visits.current(session)
+        stop = visits.stop_of(session, number)
         yield empty_html(WAITING)
         try:
             with shown_errors():
@@ -64,7 +64,7 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
                     yield race_html(state)
         finally:
             stop.set()
-            visits.end(session, stop)
+            visits.end(session, number)
 
     def offer(name: Any) -> gr.Dropdown:
         with shown_errors():
@@ -102,6 +102,8 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
             run_button = gr.Button("Run", variant="primary")
             stop_button = gr.Button("Stop", variant="stop")
         panes = gr.HTML(empty_html(IDLE))
+        # sent with each run; a gr.State would be read only when the run has its turn
+        number = gr.Number(0, visible=False)
 
         chosen = [prompt, drafter, schedule, temperature, tokens, seed]
         apart: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
@@ -110,9 +112,11 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
         drafter.change(offer, drafter, schedule, **apart)
         # in the queue, whose errors are shown, but without waiting for the runs in it
         at_once: dict[str, Any] = {**apart, "queue": True, "concurrency_limit": None}
-        begun = gr.on([run_button.click, prompt.submit], begin, chosen, None, **at_once)
-        alone: dict[str, Any] = {"concurrency_limit": 1, "api_visibility": "private"}
-        begun.success(run, chosen, panes, **alone, preprocess=False)
+        begun = gr.on([run_button.click, prompt.submit], begin, chosen, number, **at_once)
+        # by default Gradio ignores a run that is begun while another one waits or decodes
+        alone: dict[str, Any] = {"concurrency_limit": 1, "trigger_mode": "multiple"}
+        alone |= {"api_visibility": "private", "preprocess": False}
+        begun.success(run, [number, *chosen], panes, **alone)
         stop_button.click(stop, None, None, **apart)
         page.unload(leave)
     return page

@@ -1,45 +1,57 @@
 """The runs that visitors have begun, so that each can stop its own."""
 
+import itertools
 import threading
 
 
 class Visits:
-    """An event for the current run of every visitor's session, which ends the run when set."""
+    """The current run of every visitor's session: its number, and the event that ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stops: dict[str, threading.Event] = {}
+        self._numbers = itertools.count(1)
+        self._runs: dict[str, tuple[int, threading.Event]] = {}
 
-    def begin(self, session: str) -> threading.Event:
-        """Register a new run; a run of the same session that has not ended is stopped."""
+    def begin(self, session: str) -> int:
+        """Register a new run and return its number; an earlier run of the session is stopped."""
         with self._lock:
-            if session in self._stops:
-                self._stops[session].set()
-            self._stops[session] = threading.Event()
-            return self._stops[session]
+            self._stop(session)
+            number = next(self._numbers)
+            self._runs[session] = number, threading.Event()
+            return number
 
-    def current(self, session: str) -> threading.Event:
-        """Return the event of the session's run; a new one if none was registered."""
+    def stop_of(self, session: str, number: object) -> threading.Event:
+        """Return the event of a run. It is set if the run is no longer the session's current one.
+
+        A run that waits for its turn may find that its visitor has begun another or has left.
+        """
         with self._lock:
-            return self._stops.setdefault(session, threading.Event())
+            if session in self._runs and self._runs[session][0] == number:
+                return self._runs[session][1]
+        over = threading.Event()
+        over.set()
+        return over
 
     def stop(self, session: str) -> None:
         """Stop the session's run, whether it decodes or waits for its turn."""
         with self._lock:
-            if session in self._stops:
-                self._stops[session].set()
+            self._stop(session)
 
     def leave(self, session: str) -> None:
         """Stop the run of a session whose visitor has left, and forget it."""
-        self.stop(session)
         with self._lock:
-            self._stops.pop(session, None)
+            self._stop(session)
+            self._runs.pop(session, None)
 
-    def end(self, session: str, stop: threading.Event) -> None:
+    def end(self, session: str, number: object) -> None:
         """Forget a run that has ended, unless its session has begun another."""
         with self._lock:
-            if self._stops.get(session) is stop:
-                del self._stops[session]
+            if session in self._runs and self._runs[session][0] == number:
+                del self._runs[session]
+
+    def _stop(self, session: str) -> None:
+        if session in self._runs:
+            self._runs[session][1].set()
 
     def __len__(self) -> int:
-        return len(self._stops)
+        return len(self._runs)

@@ -289,20 +289,33 @@ def test_visitors_are_served_one_after_another(demo: Demo):
 
 def test_a_session_stops_its_own_run_only():
     visits = Visits()
-    mine, theirs = visits.begin("me"), visits.begin("they")
+    first, another = visits.begin("me"), visits.begin("they")
+    mine, theirs = visits.stop_of("me", first), visits.stop_of("they", another)
     visits.stop("me")
     visits.stop("nobody")
     assert mine.is_set() and not theirs.is_set()
     second = visits.begin("me")
-    assert not second.is_set() and visits.current("me") is second
-    visits.end("me", mine)
-    assert visits.current("me") is second, "an earlier run's end changes nothing"
+    stop = visits.stop_of("me", second)
+    visits.end("me", first)
+    assert not stop.is_set() and visits.stop_of("me", second) is stop, "an earlier run's end"
     third = visits.begin("me")
-    assert second.is_set() and not third.is_set(), "a session has one run"
+    assert stop.is_set() and not visits.stop_of("me", third).is_set(), "a session has one run"
     visits.end("me", third)
     visits.leave("they")
     visits.leave("nobody")
     assert theirs.is_set() and len(visits) == 0
+
+
+def test_a_run_that_waited_is_over_once_another_is_begun():
+    visits = Visits()
+    first, second = visits.begin("me"), visits.begin("me")
+    assert visits.stop_of("me", first).is_set() and not visits.stop_of("me", second).is_set()
+    for number in (0, None, [second], visits.begin("they")):
+        assert visits.stop_of("me", number).is_set(), "no run of this session"
+    visits.end("me", first)
+    assert not visits.stop_of("me", second).is_set()
+    visits.leave("me")
+    assert visits.stop_of("me", second).is_set(), "its visitor has left"
 
 
 # Bad input ----------------------------------------------------------------------------------

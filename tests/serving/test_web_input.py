@@ -25,7 +25,8 @@ from tests.support.idle_connections import is_open, open_idle, wait_until_closed
 
 JOIN, PREDICT = "/gradio_api/queue/join", "/gradio_api/run/predict"
 GOOD: list[Any] = ["def f(", "prompt_lookup", "serial", 0, 8, 0]
-ENDLESS = "one two three"  # its text has more than 256 tokens
+TOKENS = 256
+LONG = ["one two three", *GOOD[1:4], TOKENS, 0]  # its text ends at the limit
 ROUND_S = 0.1
 PATIENCE_S = 60.0
 
@@ -48,20 +49,34 @@ class Page:
         *_, last = self.messages(name, data, session or secrets.token_hex(5))
         return last
 
+    def begin(self, data: list[Any], session: str) -> list[Any]:
+        """Begin a run, and return the values with which the page then calls `run`."""
+        return [*self.call("begin", data, session)["output"]["data"], *data]
+
+    def run(self, data: list[Any]) -> dict[str, Any]:
+        """Begin a run and return its last message."""
+        session = secrets.token_hex(5)
+        return self.call("run", self.begin(data, session), session)
+
+    def join(self, name: str, data: list[Any], session: str) -> str:
+        """Call a function through the queue, and return the name of the call."""
+        call = {"data": data, "fn_index": self.functions[name], "session_hash": session}
+        joined = self.post(call)
+        assert joined.status_code == 200, joined.text
+        return joined.json()["event_id"]
+
     def messages(
         self, name: str, data: list[Any], session: str
     ) -> Generator[dict[str, Any], None, None]:
         """Call a function, and yield what the queue sends until the call has ended."""
-        call = {"data": data, "fn_index": self.functions[name], "session_hash": session}
-        joined = self.post(call)
-        assert joined.status_code == 200, joined.text
+        called = self.join(name, data, session)
         address = f"{self.url}/gradio_api/queue/data?session_hash={session}"
         with httpx2.stream("GET", address, timeout=PATIENCE_S) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data:"):
                     message = json.loads(line.removeprefix("data:"))
                     yield message
-                    if message["msg"] == "process_completed":
+                    if message["msg"] == "process_completed" and message["event_id"] == called:
                         return
 
 
@@ -79,7 +94,7 @@ def page(gradio: None, tiny_target: Path) -> Iterator[Page]:
             functions = httpx2.get(f"{url}/config", timeout=PATIENCE_S).json()["dependencies"]
             found = Page(url, demo, {one["api_name"]: one["id"] for one in functions})
             yield found
-            assert found.call("run", GOOD)["success"], "the page still answers"
+            assert found.run(GOOD)["success"], "the page still answers"
         finally:
             server.should_exit = True
             thread.join()
@@ -117,7 +132,7 @@ def test_a_body_of_100_mb_is_refused(page: Page) -> None:
     part, count = b"x" * (1 << 20), 100
     declared = page.post(part * count)
     assert declared.status_code == 413 and "found 104,857,600" in declared.text
-    assert page.call("run", GOOD)["success"]
+    assert page.run(GOOD)["success"]
     chunks = httpx2.post(page.url + JOIN, content=(part for _ in range(count)), timeout=PATIENCE_S)
     assert chunks.status_code == 411 and "content-length" in chunks.text
 
@@ -142,7 +157,8 @@ def test_a_wrong_choice_is_named_to_the_visitor(
     page: Page, name: str, place: int, value: Any, words: str
 ) -> None:
     """Check both steps of a run: a program may call the second one alone."""
-    last = page.call(name, [*GOOD[:place], value, *GOOD[place + 1 :]])
+    number = [0] if name == "run" else []
+    last = page.call(name, [*number, *GOOD[:place], value, *GOOD[place + 1 :]])
     assert not last["success"] and words in last["output"]["error"]
 
 
@@ -161,10 +177,9 @@ def test_other_addresses_are_refused(page: Page) -> None:
     assert httpx2.get(page.url + "/gradio_api/file=/etc/passwd").status_code == 403
 
 
-def test_a_client_that_leaves_in_mid_stream_frees_the_slot(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check it with rounds so slow that the whole text would take longer than the test may."""
+@pytest.fixture
+def slow_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make rounds so slow that the whole of a long text takes longer than a test may."""
     round_of = Pane.round
 
     def slow(pane: Pane) -> None:
@@ -172,18 +187,45 @@ def test_a_client_that_leaves_in_mid_stream_frees_the_slot(
         round_of(pane)
 
     monkeypatch.setattr(Pane, "round", slow)
-    began, tokens = time.monotonic(), 256
-    messages = page.messages("run", [ENDLESS, *GOOD[1:4], tokens, 0], "leaving")
+
+
+def decoding(page: Page, session: str) -> Generator[dict[str, Any], None, None]:
+    """Return the messages of a long run, which has begun to decode."""
+    messages = page.messages("run", page.begin(LONG, session), session)
     while next(messages)["msg"] != "process_generating":
         pass
-    messages.close()
-    assert page.call("run", GOOD)["success"]
-    assert time.monotonic() - began < tokens * ROUND_S
+    return messages
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_a_client_that_leaves_in_mid_stream_frees_the_slot(page: Page) -> None:
+    began = time.monotonic()
+    decoding(page, "leaving").close()
+    assert page.run(GOOD)["success"]
+    assert time.monotonic() - began < TOKENS * ROUND_S
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_a_run_that_waits_ends_when_its_visitor_begins_another(page: Page) -> None:
+    """Let a session begin two runs while another visitor's text is decoded, and then free the slot.
+
+    The first run must decode nothing, although the second one has not been stopped.
+    """
+    began, before = time.monotonic(), decoding(page, "before")
+    stale = page.join("run", page.begin(LONG, "pressing"), "pressing")
+    messages = page.messages("run", page.begin(GOOD, "pressing"), "pressing")
+    before.close()
+    shown: dict[bool, str] = {True: "", False: ""}
+    for message in messages:
+        if "output" in message:
+            shown[message["event_id"] == stale] += json.dumps(message["output"])
+    assert "target forwards" not in shown[True] and "target forwards" in shown[False]
+    assert time.monotonic() - began < TOKENS * ROUND_S
 
 
 def test_idle_connections_neither_block_nor_stay(page: Page) -> None:
     with open_idle(page.url, 200) as idle:
-        assert page.call("run", GOOD)["success"]
+        assert page.run(GOOD)["success"]
         assert httpx2.get(page.url).status_code == 200
         wait_until_closed(idle)
     with open_idle(page.url, 1) as (new,):

@@ -149,6 +149,38 @@ def test_visitors_queue(browser: Any, server: Server, visitor: Visitor):
     other.leave()
 
 
+def test_another_press_replaces_a_run_that_decodes_or_waits(
+    browser: Any, server: Server, visitor: Visitor
+):
+    text, _ = finished(visitor)
+    visitor.set_number("Tokens", MOST)
+    visitor.type(ENDLESS)
+    visitor.run()
+    visitor.wait_for("running")
+    visitor.type(PROMPT)
+    visitor.run()
+    visitor.wait_for("finished")
+    assert visitor.text("plain") == text, "while the first run decodes"
+    other = Visitor.arrive(browser, server.url)
+    other.set_number("Tokens", MOST)
+    other.type(ENDLESS)
+    other.run()
+    other.wait_for("running")
+    visitor.type(ENDLESS)
+    visitor.run()
+    visitor.type(PROMPT)
+    visitor.set_number("Tokens", 8)
+    visitor.run()
+    time.sleep(0.3)
+    assert visitor.text("plain") == text and other.wait_for("running")
+    other.stop()
+    other.leave()
+    shown = """text => document.querySelector('[data-pane="plain"] .sd-text').textContent != text"""
+    visitor.page.wait_for_function(shown, arg=text)
+    visitor.wait_for("finished")
+    assert text.startswith(visitor.text("plain")), "while the first run waits"
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [("   ", "the prompt is empty"), ("word " * 2000, "the target's context holds")],
