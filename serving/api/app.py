@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from decoding.engine import Engine, text_of
 from decoding.values import quote
 from serving.api.answers import Answer, ChoiceText
-from serving.api.bodies import read_object
+from serving.api.bodies import BODY_SECONDS, drop, read_object
 from serving.api.errors import RequestError
 from serving.api.keys import Keys
 from serving.api.metrics import Metrics
@@ -48,9 +48,11 @@ class Api:
         keys: Keys,
         pools: Pools | None = None,
         most_body_bytes: int = 4 << 20,
+        body_seconds: float = BODY_SECONDS,
     ) -> None:
         self.engine, self.scheduler, self.limits, self.metrics = engine, scheduler, limits, metrics
-        self.keys, self.pools, self.most_body_bytes = keys, pools, most_body_bytes
+        self.keys, self.pools = keys, pools
+        self.most_body_bytes, self.body_seconds = most_body_bytes, body_seconds
         # one thread: prompts are encoded beside the event loop, but never by two threads at once
         self._encoder = ThreadPoolExecutor(1, "encoding")
         metrics.watch("running_rows", "Rows that are decoded.", lambda: scheduler.running)
@@ -103,11 +105,19 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def _key_of(self, request: Request) -> str:
+        """Return the key of a request with a body. Raises RequestError for an unknown one."""
+        try:
+            return self.keys.check(request.headers.get("authorization"))
+        except RequestError:
+            await drop(request)
+            raise
+
     async def _complete(self, request: Request) -> Response:
         """Answer a request for completions, whole or as a stream."""
         try:
-            key = self.keys.check(request.headers.get("authorization"))
-            body = await read_object(request, self.most_body_bytes)
+            key = await self._key_of(request)
+            body = await read_object(request, self.most_body_bytes, self.body_seconds)
             asked = await asyncio.get_running_loop().run_in_executor(
                 self._encoder, read_request, request.url.path, body, self.limits
             )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -10,34 +11,49 @@ from decoding.errors import without_stop
 from serving.api.errors import RequestError
 
 BODY_SECONDS = 60.0  # longest time in which a body arrives
-DRAIN_SECONDS = 10.0  # how long the rest of a body that is too large is read and dropped
+DRAIN_SECONDS = 10.0  # how long the rest of a refused body is read and dropped
 MIB = 1 << 20
 
 
-async def read_object(request: Request, most_bytes: int) -> dict[str, Any]:
+async def read_object(
+    request: Request, most_bytes: int, seconds: float = BODY_SECONDS
+) -> dict[str, Any]:
     """Return the JSON object of a request's body.
 
-    Raises RequestError for another content type, for more than `most_bytes`, and for a body that is
-    not a JSON object in UTF-8.
+    seconds: in which the body must arrive. Raises RequestError for another content type, for more
+    than `most_bytes`, for a body that arrives too slowly, and for one that is not a JSON object in
+    UTF-8.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
+        await drop(request)
         raise RequestError(
             f"the content type is '{kind}', expected application/json. Send the header "
             f"Content-Type: application/json.",
             status=415,
         )
-    return parse_object(await _read(request, most_bytes))
+    return parse_object(await _read(request, most_bytes, seconds))
 
 
-async def _read(request: Request, most_bytes: int) -> bytes:
+async def drop(request: Request) -> None:
+    """Read an unread body before its request is refused, for a limited time; keep nothing of it.
+
+    A client that still sends would not see the answer. Raises ClientDisconnect if it leaves.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for _ in request.stream():
+                pass
+
+
+async def _read(request: Request, most_bytes: int, seconds: float) -> bytes:
     """Return the body. Of one that is too large nothing is kept.
 
     The rest is read before the answer, as a client that still sends would not see it.
     """
     parts, size, now = list[bytes](), 0, asyncio.get_running_loop().time
     try:
-        async with asyncio.timeout(BODY_SECONDS) as limit:
+        async with asyncio.timeout(seconds) as limit:
             async for part in request.stream():
                 if size <= most_bytes < size + len(part):
                     parts.clear()
@@ -48,7 +64,7 @@ async def _read(request: Request, most_bytes: int) -> bytes:
     except TimeoutError as error:
         if size <= most_bytes:
             raise RequestError(
-                f"the body did not arrive within {BODY_SECONDS:g} s. Send it faster.", status=408
+                f"the body did not arrive within {seconds:g} s. Send it faster.", status=408
             ) from error
     if size > most_bytes:
         raise RequestError(

@@ -53,6 +53,8 @@ class ApiConfig(JobConfig):
     max_new_tokens: int = 0
     # largest body of a request, in MiB
     max_body_mib: int = 4
+    # seconds in which the body of a request must arrive
+    body_seconds: int = 60
     # seconds after which a connection without a request is closed
     idle_seconds: int = 30
     # seconds that running requests get to finish when the server is stopped

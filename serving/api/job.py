@@ -26,6 +26,7 @@ LEAST = {
     "max_waiting": 0,
     "max_new_tokens": 0,
     "max_body_mib": 1,
+    "body_seconds": 1,
     "idle_seconds": 1,
     "grace_seconds": 0,
     "pool_tokens": 1,

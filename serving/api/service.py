@@ -62,6 +62,7 @@ def make_service(loaded: ChatModels, cfg: ApiConfig, keys: Keys) -> Service:
         keys=keys,
         pools=_pools(loaded, cfg),
         most_body_bytes=cfg.max_body_mib << 20,
+        body_seconds=cfg.body_seconds,
     )
     config = uvicorn.Config(
         api.app(),

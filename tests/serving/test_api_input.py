@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -219,8 +220,27 @@ def test_a_body_of_100_mb_is_refused_and_dropped(served: Served, declared: bool)
 
 
 def test_another_content_type_is_refused(served: Served) -> None:
-    answer = httpx2.post(f"{served.url}/v1/completions", data={"a": "b"})
-    assert "application/json" in error_of(answer, 415)["message"]
+    for body in ({"data": {"a": "b"}}, {"content": b"x" * (16 * MIB)}):
+        answer = httpx2.post(f"{served.url}/v1/completions", **body, timeout=60)
+        assert "application/json" in error_of(answer, 415)["message"]
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    """Check it on the raw connection; a body that is as slow but ends in time is read."""
+    with serve("none", body_seconds=1) as running:
+        body = json.dumps({"model": running.model, "prompt": [5], "max_tokens": 2}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        for rest, status in ((b"", b"408"), (body[9:], b"200")):
+            with socket.create_connection(
+                ("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=60
+            ) as raw:
+                raw.sendall(head.encode() + body[:9])
+                time.sleep(0.3)
+                raw.sendall(rest)
+                answer = b"".join(iter(lambda: raw.recv(4096), b""))
+            assert answer.startswith(b"HTTP/1.1 " + status)
+            assert (b"the body did not arrive within 1 s" in answer) == (not rest)
 
 
 def test_an_unknown_path_or_method_is_refused(served: Served) -> None:
@@ -246,8 +266,9 @@ def test_keys(tmp_path: Path) -> None:
                 guarded.client(key).models.list()
         header = {"Authorization": "Basic secret"}
         assert httpx2.get(f"{guarded.url}/v1/models", headers=header).status_code == 401
-        answer = guarded.post({"model": guarded.model, "prompt": "a"})
-        assert error_of(answer, 401)["code"] == "invalid_api_key"
+        for prompt in ("a", "a" * (16 * MIB)):
+            answer = guarded.post({"model": guarded.model, "prompt": prompt})
+            assert error_of(answer, 401)["code"] == "invalid_api_key"
     empty = tmp_path / "empty"
     empty.write_text("\n")
     for path, words in ((empty, "has no key"), (tmp_path / "none", "cannot be read")):
