@@ -89,9 +89,10 @@ def batch_type(
     if not drafter.capabilities.can_overlap:
         raise UserError(
             f"schedule '{schedule}' needs a chain drafter that can run while the target does, "
-            f"found '{drafter.name}'. Use schedule=serial. Of the trained heads, those of EAGLE-3 "
-            f"and EAGLE-1 with shape=chain, and a recurrent head with beam_width=1 and "
-            f"by_cost=false can."
+            f"found '{drafter.name}'. Use schedule=serial. Small models can, PARD's too; of the "
+            f"trained heads, those of EAGLE-3 and EAGLE-1 with shape=chain, and with by_cost=false "
+            f"SpecDiff and a recurrent head with beam_width=1. Trees, Medusa, blocks that read "
+            f"layers of the target, P-EAGLE, early exit and SDSAT cannot."
         )
     if schedule in WALL and drafter.capabilities.needs_hidden:
         raise UserError(

@@ -40,6 +40,7 @@ from heads.block.context import StoredContext
 from heads.block.denoising import choose_steps, denoise, find_surest
 from heads.block.model import BlockHead
 from heads.block.plans import ChainPlans
+from heads.block.shape import EMBEDDING
 from heads.block.tree import TreePlanner
 from heads.layers import rope_at
 from training.heads.drafter import (
@@ -113,6 +114,8 @@ class BlockDrafter:
             needs_hidden=True,
             taps=self.config.taps,
             needs_costs=by_cost,
+            # states of layers come from the target alone; costs decide from verified rounds
+            can_overlap=shape == "chain" and self.config.taps == (EMBEDDING,) and not by_cost,
             steps="round",
             stops_by_token=False,
         )
@@ -202,7 +205,9 @@ class BlockDrafter:
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips_B = devices.tensor([sequence[-1] for sequence in sequences_B], self.device)
+        known_B = self._read_assumed(sequences_B)
         hidden_BKH = self._denoise(tips_B)[:, :depth]
+        self._stored.truncate(known_B)
         if self._trees is not None:
             logits_BKV = self._spread(self._logits(hidden_BKH))
             return self._trees.proposal(logits_BKV, depths_B, chooser, self._costs)
@@ -225,6 +230,22 @@ class BlockDrafter:
             self._plans.draft(depths_B)
         q_BKV = torch.stack(q, 1) if q else None
         return Proposal(tokens_BK, depths_B, None, q_BKV, 1)
+
+    def _read_assumed(self, sequences_B: Sequence[Sequence[int]]) -> list[int]:
+        """Store tokens that the target has not read, and return the lengths without them.
+
+        There are such tokens only under an overlapped schedule, whose heads read the embedding
+        alone.
+        """
+        context = self._stored
+        known_B = context.lengths_B
+        pairs = zip(sequences_B, known_B, strict=True)
+        assumed_B = [list(sequence[known:-1]) for sequence, known in pairs]
+        counts_B = [len(assumed) for assumed in assumed_B]
+        if width := max(counts_B):
+            padded = [[*assumed, *[0] * (width - len(assumed))] for assumed in assumed_B]
+            context.append(self._embed(devices.tensor(padded, self.device)), counts_B)
+        return known_B
 
     def _likeliest(self, logits_BV: Tensor, depth: int) -> Tensor:
         """Return the ids (B,) of the largest logits."""

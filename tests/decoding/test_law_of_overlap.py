@@ -71,8 +71,9 @@ def test_law_3(name: str, gamma: int, warper: str) -> None:
 @pytest.mark.parametrize(
     ("name", "row"),
     tiered(
-        [(name, row) for name in SCHEDULES for row in AHEAD[1:]],
-        [("pearl", "eagle3_chain"), ("without_pre", "eagle3_chain"), ("pearl", "recurrent_chain")],
+        [(name, row) for name in SCHEDULES for row in (*AHEAD[1:], "specdiff")],
+        [("without_pre", "eagle3_chain")]
+        + [("pearl", row) for row in ("eagle3_chain", "recurrent_chain", "specdiff_sampled")],
     ),
 )
 def test_law_3_of_heads(name: str, row: str) -> None:

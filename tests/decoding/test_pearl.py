@@ -29,7 +29,8 @@ from .rows import BY_NAME, COSTS, Kit
 from .test_laws import models, with_rule
 
 # rows whose drafters continue a chain before it is verified
-AHEAD = ("chain", "parallel", "eagle3_chain", "eagle1_chain", "recurrent_chain")
+# the first and the last two read the text alone
+AHEAD = ("chain", "eagle3_chain", "eagle1_chain", "recurrent_chain", "parallel", "specdiff_sampled")
 BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
 

@@ -21,6 +21,7 @@ from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import VIRTUAL, WALL
 from decoding.schedules.pearl import Pearl
+from heads.block.drafter import BlockDrafter
 from heads.eagle.cache import HeadCache
 from recurrent_drafting import drafter as recurrent
 from tests.support.tiers import tiered
@@ -33,8 +34,10 @@ from .test_law_of_gain import kit_of, sure_texts
 from .test_laws import models, with_rule
 from .test_pearl import AHEAD, BATCHED
 
-HEADS = AHEAD[2:]
+HEADS, TEXT_READERS = AHEAD[1:4], AHEAD[5:]
 by_row = pytest.mark.parametrize("row", HEADS)
+by_any_row = pytest.mark.parametrize("row", tiered([*HEADS, *TEXT_READERS], HEADS))
+by_reader = pytest.mark.parametrize("row", TEXT_READERS)
 by_schedule = pytest.mark.parametrize("schedule", VIRTUAL)
 PROMPTS = [[3, 1, 4], [2], [0, 1, 2, 3, 4, 0]]  # of the five-symbol target
 
@@ -167,6 +170,42 @@ def test_a_chunk_continues_the_draft_before_it(row: str) -> None:
     assert compared > 20
 
 
+@by_reader
+def test_a_head_of_the_text_alone_reads_assumed_tokens_as_text(row: str) -> None:
+    """Check that it drafts like one that read the text with the target, ragged rows included."""
+    settings = Settings(
+        40, temperature=1.0, verify="token", num_draft_tokens=3, seed=5, schedule="pearl_virtual"
+    )
+    batch, kit = opened(row, settings)
+    assumed = 0
+
+    def look(proposal: Proposal, texts_B: Sequence[Sequence[int]], *given: Any) -> None:
+        nonlocal assumed
+        other = fresh_draft(kit, row, texts_B, *given)
+        assert proposal.q_BNV is not None and other.q_BNV is not None
+        for b, (lane, count) in enumerate(zip(batch.lanes, proposal.counts_B, strict=True)):
+            torch.testing.assert_close(proposal.q_BNV[b, :count], other.q_BNV[b, :count])
+            assumed += bool(lane.tokens) and count > 0
+
+    assert batch.drafter is not None
+    watch(batch.drafter, look)
+    while batch.rows:
+        batch.round()
+    assert assumed > 5
+
+
+@by_reader
+def test_assumed_tokens_that_are_not_read_are_found(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ignore(self: BlockDrafter, sequences_B: Sequence[Sequence[int]]) -> list[int]:
+        return list(self._stored.lengths_B)
+
+    monkeypatch.setattr(BlockDrafter, "_read_assumed", ignore)
+    with pytest.raises(AssertionError):
+        test_a_head_of_the_text_alone_reads_assumed_tokens_as_text(row)
+
+
 def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start every chunk without the states that the chunk before it has computed."""
     start = HeadCache.start
@@ -187,7 +226,7 @@ def test_a_chunk_that_begins_anew_is_found(row: str, monkeypatch: pytest.MonkeyP
         test_a_chunk_continues_the_draft_before_it(row)
 
 
-@by_row
+@by_any_row
 @pytest.mark.parametrize("rule", tiered(["greedy", "token", "coupled"], ["token"]))
 def test_law_4_a_head_that_knows_the_text_has_the_closed_form(rule: str, row: str) -> None:
     gamma, rounds = 4, 6
@@ -202,7 +241,7 @@ def test_law_4_a_head_that_knows_the_text_has_the_closed_form(rule: str, row: st
     assert all(done.rounds == 1 + rounds and done.accepted == done.tested for done in drafted)
 
 
-@by_row
+@by_any_row
 @by_schedule
 def test_law_4_an_adversarial_head_changes_nothing(schedule: str, row: str) -> None:
     prompts, plain = sure_texts(True, "greedy", 24)
@@ -214,7 +253,7 @@ def test_law_4_an_adversarial_head_changes_nothing(schedule: str, row: str) -> N
         assert done.tested > 0
 
 
-@by_row
+@by_any_row
 @by_schedule
 def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, row: str) -> None:
     prompts, plain = sure_texts(False, "greedy", 25)
@@ -230,7 +269,7 @@ def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, 
             assert 0 < done.accepted <= stop + 1, "tokens after the stop were counted"
 
 
-@by_row
+@pytest.mark.parametrize("row", [*HEADS, *TEXT_READERS])
 @by_schedule
 def test_law_5_contexts_near_the_end(schedule: str, row: str) -> None:
     """Check texts that fill the target's context, alone and beside rows of other lengths."""
@@ -250,13 +289,14 @@ def test_law_5_contexts_near_the_end(schedule: str, row: str) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.slow], ids=lambda row: row.name)
 def test_other_drafters_are_refused(row: Any) -> None:
     drafter = row.make(Kit(*models(), []))
-    assert drafter.capabilities.can_overlap == (row.name in AHEAD)
-    if row.name not in AHEAD:
+    overlaps = row.name in (*AHEAD, "specdiff")
+    assert drafter.capabilities.can_overlap == overlaps
+    if not overlaps:
         with pytest.raises(UserError, match=f"found '{drafter.name}'. Use schedule=serial."):
             decode(models()[0], drafter, [[4]], Settings(schedule="pearl_virtual", costs=COSTS))
 
 
-@by_row
+@pytest.mark.parametrize("row", [*HEADS, *TEXT_READERS])
 @pytest.mark.parametrize("schedule", WALL)
 def test_heads_cannot_run_in_another_process(schedule: str, row: str) -> None:
     drafter = make(row, Kit(*models(), ()))
