@@ -214,7 +214,8 @@ class CalibratedThompson(CostRatio):
 
     It is `CostRatio` with acceptance rates that are sampled from their posteriors: a token's chance
     comes from the request's tokens of like confidence, and the draft ends where its sampled gain
-    does. Rates that are uncertain are therefore tried more often.
+    does. Rates that are uncertain are therefore tried more often. With several rows, or on a
+    device that the host runs ahead of, `CostRatioByRound` takes its place.
     """
 
     def __init__(self, costs: RoundCosts, key: int) -> None:

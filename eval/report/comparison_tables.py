@@ -183,6 +183,7 @@ def comparison_notes(evaluations: Sequence[Evaluation]) -> list[str]:
     for one in evaluations:
         named = [(text.drafter_name(row), row) for row in one.rows]
         notes += [f"{one.label}: {note}" for note in text.calibrated_elsewhere(named)]
+        notes += [f"{one.label}: {note}" for note in text.stopped_by_round(named)]
         notes += [f"{one.label}: {note}" for note in text.shared_vocabularies(named)]
     return notes
 

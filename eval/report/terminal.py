@@ -53,7 +53,8 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
     tables = [*results, answers_table(named), losses_table(named), predictions_table(named)]
     tables.append(budgets_table(shown))
     notes = [*text.doubts(named), *text.calibrated_elsewhere(named)]
-    notes += [*text.shared_vocabularies(named), limits_note(shown[0])]
+    notes += [*text.stopped_by_round(named), *text.shared_vocabularies(named)]
+    notes.append(limits_note(shown[0]))
     print_tables(tables, text.warnings(shown), notes, text.LEGEND, console)
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from decoding.costs.contention import UNDISTURBED, waits
 from decoding.schedules.by_name import VIRTUAL
-from decoding.stopping.policies import EAGER
+from decoding.stopping.policies import CALIBRATED, EAGER
 from eval.measure.lengths import CAPPED
 from eval.measure.records import Record
 from eval.statistics.lossless import DIFFERS, LOSSY
@@ -95,6 +95,24 @@ def calibrated_elsewhere(named: Sequence[tuple[str, Row]]) -> list[str]:
         f"{calibrated:g}, and also serve at {', '.join(dict.fromkeys(others))}, where a draft may "
         f"end too early or too late. Train the head with held_out.temperature as it will serve."
         for (name, calibrated), others in at.items()
+    ]
+
+
+def stopped_by_round(named: Sequence[tuple[str, Row]]) -> list[str]:
+    """Return a sentence for each drafter whose calibrated stopping rule can read no confidence.
+
+    named: rows, each with its name.
+    """
+    found = [
+        name
+        for name, row in named
+        if row.stopping == CALIBRATED and (row.batch_size > 1 or row.device.startswith("cuda"))
+    ]
+    return [
+        f"stopping={CALIBRATED} of {name} chooses draft lengths before each round, as cost_ratio, "
+        f"where a batch has several rows or the target is on a GPU: it then reads no confidence "
+        f"and samples no acceptance rate."
+        for name in dict.fromkeys(found)
     ]
 
 

@@ -64,10 +64,11 @@ def test_rows_of_a_batch_retry_together() -> None:
         assert again == expected
 
 
-def test_cost_ratio_of_a_batch_decides_before_the_round() -> None:
-    (alone,) = make_stopping("cost_ratio", [0], None, CHEAP)
+@pytest.mark.parametrize("name", ["cost_ratio", "thompson_calibrated"])
+def test_policies_of_a_batch_decide_from_costs_before_the_round(name: str) -> None:
+    (alone,) = make_stopping(name, [0], None, CHEAP)
     assert alone.reads == "confidence"
-    policy = make_stopping("cost_ratio", [0] * 4, None, replace(CHEAP, rows=4))[0]
+    policy = make_stopping(name, [0] * 4, None, replace(CHEAP, rows=4))[0]
     assert policy.reads == "nothing" and policy.limit(4) > 0 and policy.more(1, None)
 
 

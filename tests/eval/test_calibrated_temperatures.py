@@ -62,6 +62,32 @@ def test_a_report_of_the_same_temperature_names_nothing(records: list[Any]) -> N
 
 
 @pytest.mark.parametrize(
+    ("stopping", "batch_size", "device", "noted"),
+    [
+        ("thompson_calibrated", 4, "cpu", True),
+        ("thompson_calibrated", 1, "cuda", True),
+        ("thompson_calibrated", 1, "cpu", False),
+        ("cost_ratio", 4, "cpu", False),
+    ],
+)
+def test_a_report_names_calibrated_rules_that_read_no_confidence(
+    stopping: str, batch_size: int, device: str, noted: bool, records: list[Any]
+) -> None:
+    """Check the terminal and the page: such a rule chooses lengths before a round."""
+    changed = {"stopping": stopping, "batch_size": batch_size, "device": device}
+    rows = [
+        dataclasses.replace(row, **changed) if row.drafter == "simulated-good" else row
+        for row in rows_of(records, None)
+        if row.part == "main" and row.temperature == 1.0
+    ]
+    note = "stopping=thompson_calibrated of simulated-good chooses draft lengths before each round"
+    pages = []
+    if batch_size == 1:  # as in the records
+        pages = [evaluation_page(rows, records, simulated.PROVENANCE)]
+    assert [text.count(note) for text in (printed(rows), *pages)] == [noted] * (1 + len(pages))
+
+
+@pytest.mark.parametrize(
     ("fields", "options", "expected"),
     [
         ({"temperatures": (2.0,) * 6}, {"by_cost": True}, 0.5),
