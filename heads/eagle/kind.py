@@ -12,17 +12,11 @@ from decoding.interfaces import Drafter
 from heads.eagle.checkpoint import load_head, read_head_config
 from heads.eagle.config import EagleOptions, EagleTrainConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.layouts import (
-    CONTRACT,
-    FIRST_CONTRACT,
-    PARALLEL_CONTRACT,
-    SERVED,
-    SERVED_FIRST,
-    SERVED_PARALLEL,
-)
+from heads.eagle.layouts import SERVED, SERVED_FIRST, SERVED_PARALLEL
 from heads.eagle.model import EagleConfig, EagleHead, default_taps, read_rope
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
+from heads.eagle.servers import CONTRACT, FIRST_CONTRACT, PARALLEL_CONTRACT
 from jobs.paths import name_anywhere
 from training.features.taps import Layers
 from training.heads.build import mask_token_of

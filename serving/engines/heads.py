@@ -16,9 +16,10 @@ from decoding.models.folder import read_json
 from heads.block.drafter import BlockDrafter
 from heads.block.shape import EMBEDDING, FC, FILL_IN, GRU, MARKOV, SELECTOR, BlockConfig
 from heads.eagle.drafter import EagleDrafter
-from heads.eagle.layouts import ARCHITECTURE, CONTRACT, PARALLEL, PARALLEL_CONTRACT
+from heads.eagle.layouts import ARCHITECTURE, PARALLEL
 from heads.eagle.model import EagleConfig
 from heads.eagle.parallel import ParallelEagleDrafter
+from heads.eagle.servers import CONTRACT, PARALLEL_CONTRACT
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 from heads.medusa.layouts import unreadable_in_vllm
