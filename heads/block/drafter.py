@@ -39,9 +39,9 @@ from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.denoising import choose_steps, denoise, find_surest
 from heads.block.model import BlockHead
-from heads.block.plans import ChainPlans
 from heads.block.shape import EMBEDDING
 from heads.block.tree import TreePlanner
+from heads.chain_plans import ChainPlans
 from heads.layers import rope_at
 from training.heads.drafter import (
     accepted_states,

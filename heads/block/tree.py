@@ -2,7 +2,7 @@
 
 A block gives one distribution for every depth, so the nodes of a depth have the same children. A
 node is a path of ranks, and its chance is the product of its tokens' probabilities. Adding the
-likeliest node again and again gives the best tree of every size (heads/medusa/tree.py). The tree
+likeliest node again and again gives the best tree of every size (heads/rank_trees.py). The tree
 depends only on the text, and its children are point masses, so verification is exact.
 
 Shapes: B rows, K depths, R ranks, N nodes, V vocabulary.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Proposal, RoundCosts
-from heads.medusa.tree import RANKS, choose_tree
+from heads.rank_trees import RANKS, choose_tree
 
 LEAST_CHANCE = 1e-6  # of a token that is worth a node
 

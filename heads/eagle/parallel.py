@@ -18,7 +18,7 @@ from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.parallel import choose_at_each_depth
 from decoding.interfaces import Chooser, Observation, Policies, Proposal, Target, Tokens
 from decoding.sampling.token_chooser import likeliest_chooser
-from heads.block.plans import ChainPlans
+from heads.chain_plans import ChainPlans
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleHead
 from training.heads import budget

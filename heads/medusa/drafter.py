@@ -28,7 +28,7 @@ from decoding.interfaces import (
     Target,
 )
 from decoding.models.draft_vocabulary import spread
-from heads.medusa import tree
+from heads import rank_trees
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
 from training.heads import budget
@@ -39,7 +39,7 @@ class MedusaDrafter(HeadDrafter):
     """Drafter of a static tree, or a chain, from Medusa heads in a folder or in memory.
 
     choices: the tree's nodes as paths of ranks. None chooses the tree from the heads' measured
-    accuracies (heads/medusa/tree.py); without accuracies it is a default tree. shape: `tree`, or
+    accuracies (heads/rank_trees.py); without accuracies it is a default tree. shape: `tree`, or
     `chain` for one token at each depth. max_nodes: maximum size of a chosen or default tree.
     by_cost: choose the tree's size from the measured costs of a round, if the tree is chosen from
     accuracies. children: `sampled` or `top_k`, for temperatures above 0. execution: `fused` runs
@@ -54,7 +54,7 @@ class MedusaDrafter(HeadDrafter):
         heads: MedusaHeads | None = None,
         choices: Sequence[Sequence[int]] | None = None,
         shape: str = "tree",
-        max_nodes: int = tree.MOST_NODES,
+        max_nodes: int = rank_trees.MOST_NODES,
         by_cost: bool = False,
         children: str = "sampled",
         dtype: str = "float32",
@@ -83,7 +83,7 @@ class MedusaDrafter(HeadDrafter):
         )
         self._choose_tree(None)
 
-    def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
+    def _complete(self, choices: Sequence[Sequence[int]] | None) -> list[rank_trees.Path] | None:
         """Return a chain, or the given nodes and the prefixes of their paths; None for no nodes."""
         if self._chain:
             return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
@@ -104,9 +104,9 @@ class MedusaDrafter(HeadDrafter):
         """Set the tree: the given one, or the best for these costs; None: the largest."""
         paths = self._fixed
         if paths is None and self.config.accuracy:
-            paths = tree.choose_tree(self.config.accuracy, costs, self._max_nodes)
+            paths = rank_trees.choose_tree(self.config.accuracy, costs, self._max_nodes)
         elif paths is None:
-            paths = tree.default_tree(self.config.num_heads)[: self._max_nodes]
+            paths = rank_trees.default_tree(self.config.num_heads)[: self._max_nodes]
         self._paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: node for node, path in enumerate(self._paths)}
         parents = [path[:-1] for path in self._paths]

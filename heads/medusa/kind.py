@@ -19,7 +19,7 @@ from heads.medusa.config import MedusaOptions, MedusaTrainConfig
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import CONTRACT, VLLM, unreadable_in_vllm
 from heads.medusa.model import MedusaConfig, MedusaHeads
-from heads.medusa.tree import RANKS
+from heads.rank_trees import RANKS
 from jobs.paths import name_anywhere
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates

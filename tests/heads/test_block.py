@@ -26,7 +26,7 @@ from heads.block.drafter import BlockDrafter
 from heads.block.kind import KIND as BLOCK
 from heads.block.kind import spread_taps
 from heads.block.model import BlockHead, after
-from heads.block.plans import ChainPlans
+from heads.chain_plans import ChainPlans
 from heads.layers import rope_at
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS

@@ -20,7 +20,7 @@ from heads.medusa.checkpoint import load_heads
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.layouts import ORIGINAL, VLLM
 from heads.medusa.model import MedusaConfig, MedusaHeads
-from heads.medusa.tree import choose_tree, default_tree, grow_tree
+from heads.rank_trees import choose_tree, default_tree, grow_tree
 from tests.heads.test_heads_train import configured
 from training.heads import checkpoint
 

@@ -1,4 +1,7 @@
-"""The static tree of Medusa's drafts, chosen from measured accuracies and costs.
+"""Trees of ranks, chosen from the accuracy of each rank at each depth, and from costs.
+
+Medusa's static trees are chosen once, from measured accuracies, and the trees of block drafters in
+each round, from the probabilities of their tokens (heads/block/tree.py).
 
 A node is a path of ranks (k_0, ..., k_d): at depth i it takes the token of rank k_i among head i's
 predictions. Let a[i][k] be the accuracy of rank k: the share of held-out positions at which head
