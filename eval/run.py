@@ -316,7 +316,7 @@ def record_rows(
 def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
     """Return the origin of each drafter that has a folder."""
     return {
-        name: origin_of(folder, hashes[str(folder)], dtype)
+        name: origin_of(folder, hashes[str(folder)], dtype, loaded.bench.drafters[name])
         for name, (folder, dtype) in loaded.folders.items()
     }
 

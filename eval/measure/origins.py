@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.drafters.registry import head_of
+from decoding.interfaces import Drafter
 from decoding.models.folder import CARD, read_json
 from eval.statistics.schema import Row
 from jobs.files import write_text
@@ -34,6 +35,8 @@ class Origin:
     embedding: int | None
     dtype: str  # dtype of the drafter in the evaluation
     note: str = ""  # the reason why the card was left out
+    drafter_class: str = ""  # dotted name; empty: unknown, in files of earlier versions
+    by_cost: bool = False  # the drafter itself chooses its drafts by measured costs
 
     def bytes_per_step(self, row: Row) -> int | None:
         """Return the bytes of weights that a draft step reads: the layers and the lm_head.
@@ -50,11 +53,13 @@ class Origin:
         return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
 
 
-def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
+def origin_of(
+    folder: Path, drafter_hash: str, dtype: str, drafter: Drafter | None = None
+) -> Origin:
     """Read the provenance of a drafter folder whose content has this hash.
 
-    dtype: the drafter's dtype in the evaluation. A card with another hash, or without one (of a dry
-    run), is left out.
+    dtype: the drafter's dtype in the evaluation. drafter: what drafted with it; None: unknown. A
+    card with another hash, or without one (of a dry run), is left out.
     """
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     card_hash = card.get("drafter_hash")
@@ -63,7 +68,13 @@ def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
         if card_hash:
             note = f"the card in {folder} is of other weights than the folder's and is left out"
         card = {}
-    return Origin(str(folder), card, _embedding(folder), dtype, note)
+    used = (class_name(type(drafter)), drafter.capabilities.needs_costs) if drafter else ()
+    return Origin(str(folder), card, _embedding(folder), dtype, note, *used)
+
+
+def class_name(kind: type) -> str:
+    """Return the dotted name of a class, as in the registry of drafters."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def write_origins(run_folder: Path, origins: Mapping[str, Origin]) -> None:

@@ -20,7 +20,7 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.plan.curves import EVALUATION, MODELS, TREE, Curve
+from eval.plan.curves import EVALUATION, FIXED, MODELS, TREE, Curve
 
 PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 # Penalty, and standard error of the log-odds, if fewer forms than FEWEST_FORMS are known. Two of
@@ -61,12 +61,18 @@ def rate_of(log_odds: float) -> float:
 
 
 def choose_curves(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the curves of evaluations, and of trainings whose drafter has no evaluation there."""
+    """Return the curves of evaluations, and of trainings whose drafter has no evaluation there.
+
+    Of the evaluations of a drafter on the same prompts, those of drafts of a fixed size suffice: a
+    rule that ends drafts early raises the rates at larger depths.
+    """
     evaluated = {(one.drafter_hash, one.temperature) for one in curves if one.source == EVALUATION}
+    fixed = {one.key for one in curves if one.stopping == FIXED}
     return [
         one
         for one in curves
-        if one.source == EVALUATION or (one.drafter_hash, one.temperature) not in evaluated
+        if (one.stopping == FIXED or replace(one, stopping=FIXED).key not in fixed)
+        and (one.source == EVALUATION or (one.drafter_hash, one.temperature) not in evaluated)
     ]
 
 

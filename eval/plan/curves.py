@@ -16,8 +16,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from decoding.drafters.registry import DRAFTERS, TRAINED
 from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_json
+from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, read_origins
 from eval.statistics import metrics
 from eval.statistics.lossless import LOSSY
@@ -33,6 +35,7 @@ CHAIN, PARALLEL, TREE = "chain", "parallel", "tree"
 SHAPES = (CHAIN, TREE, PARALLEL)  # of drafts to plan
 MODELS = (CHAIN, PARALLEL)  # kinds with layers and a hidden size of their own
 EVALUATION, TRAINING = "eval.run", "training"
+FIXED, BY_COST = "fixed", "by_cost"  # rules that choose the size of a draft
 # rules of verification whose acceptance is that of p / q at temperatures above 0
 TESTED_BY_RATIO = ("greedy", "token", "block")
 
@@ -47,6 +50,8 @@ class Curve:
     drafter_hash: str
     kind: str  # chain (a pruned model), parallel (PARD), or the kind of a head
     draft_shape: str  # chain | tree: depth k of a tree is accepted if one of its nodes there is
+    drafter_class: str  # dotted name of what drafted; empty in a training
+    stopping: str  # fixed, the policy that ends drafts early, or by_cost: the drafter does itself
     layers: int  # of a model; 0 for a head
     hidden_size: int  # of a model; 0 for a head
     draft_vocab_size: int  # tokens that it can propose; 0: all
@@ -60,7 +65,8 @@ class Curve:
     @property
     def key(self) -> tuple[Any, ...]:
         """What identifies a measurement: a later line with the same key replaces an earlier one."""
-        return self.drafter_hash, self.draft_shape, self.temperature, self.benchmark, self.source
+        drafts = self.drafter_hash, self.drafter_class, self.draft_shape, self.stopping
+        return *drafts, self.temperature, self.benchmark, self.source
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -191,7 +197,11 @@ def collect(patterns: Sequence[str]) -> tuple[list[Curve], list[str]]:
 
 
 def _of_evaluation(folder: Path) -> Iterator[Curve]:
-    """Yield the curves of an evaluation, each over all batch sizes and draft lengths."""
+    """Yield the curves of an evaluation, each over all batch sizes and draft lengths.
+
+    Only drafts of the folder's own drafter count: a lookup before it, or another way to draft with
+    the same weights, has another acceptance.
+    """
     rows, _ = read_all_rows(folder / "results.jsonl")
     groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
     for row in main_rows(rows):
@@ -206,7 +216,14 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
         accepted = metrics.add_by_depth([row.accepted_by_depth for row in same])
         if origin is None or not origin.card or not tested or not tested[0]:
             continue
+        if not origin.drafter_class:
+            raise UserError(
+                f"{folder / ORIGINS} does not name the class of {name}, as an earlier version "
+                f"wrote it. Evaluate again, with another output_dir=."
+            )
         facts = _of_card(origin.card, Path(origin.folder))
+        if facts and origin.drafter_class not in own_classes(facts["kind"]):
+            continue
         if facts and facts["target_hash"] != target_hash:  # the target is not the drafter's own
             facts |= {"target": target, "target_hash": target_hash}
         if facts:
@@ -214,12 +231,20 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
             yield Curve(
                 **facts,
                 draft_shape=same[0].draft_shape,
+                drafter_class=origin.drafter_class,
+                stopping=BY_COST if origin.by_cost else same[0].stopping,
                 temperature=temperature,
                 alpha_by_depth=rates,
                 tested_by_depth=tested,
                 benchmark=same[0].benchmark,
                 source=EVALUATION,
             )
+
+
+def own_classes(kind: str) -> tuple[str, ...]:
+    """Return the dotted names of the classes whose drafts are those of a plan for this kind."""
+    names = {CHAIN: (CHAIN, "ranked_tree"), PARALLEL: (PARALLEL,)}.get(kind, TRAINED)
+    return tuple(DRAFTERS[name].kind for name in names)
 
 
 def _of_training(folder: Path) -> Iterator[Curve]:
@@ -234,6 +259,8 @@ def _of_training(folder: Path) -> Iterator[Curve]:
             yield Curve(
                 **facts,
                 draft_shape=CHAIN,
+                drafter_class="",
+                stopping=FIXED,
                 temperature=float(at),
                 alpha_by_depth=[float(measured[name])],
                 tested_by_depth=[],

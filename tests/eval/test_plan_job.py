@@ -16,7 +16,7 @@ from eval.plan import costs as plan_costs
 from eval.plan.candidates import candidates
 from eval.plan.config import PlanConfig
 from eval.plan.costs import FILE, MeasuredCosts, open_target
-from eval.plan.curves import Curve, collect, read_curves, write_curves
+from eval.plan.curves import Curve, collect, merge, read_curves, write_curves
 from eval.plan.job import PAGE, ROWS, run
 from eval.plan.plots import needed_and_accepted
 from eval.plan.report import advice, notes_of
@@ -82,6 +82,8 @@ def curve(home: Path, kind: str, layers: int, alpha: float, **changes: Any) -> C
         "drafter_hash": f"{kind} {layers}",
         "kind": kind,
         "draft_shape": "chain",
+        "drafter_class": "",
+        "stopping": "fixed",
         "layers": layers,
         "hidden_size": 32 if layers else 0,
         "draft_vocab_size": 0,
@@ -483,14 +485,14 @@ def test_runs_are_added_to_the_file_of_acceptances(home: Path, tmp_path: Path):
         assert [one.source for one in found] == ["training", "training"]
 
 
-def test_an_evaluation_gives_the_acceptance_that_it_measured(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
-    monkeypatch.setattr(Plot, "png", b"")
-    shutil.copytree(home / "target", tmp_path / "target")
-    tiny.prompts(tmp_path / "prompts.jsonl")
-    shallow = tiny.save(tmp_path / "shallow", layers=1)
+ONE_PART = {"temperatures": [0.0], "sweep": [], "sweep_prompts": 0, "num_draft_tokens": [2]}
+
+
+def write_shallow(home: Path, folder: Path) -> dict[str, Any]:
+    """Write prompts, the target of `home` and its drafter `shallow`; return the drafter's card."""
+    shutil.copytree(home / "target", folder / "target")
+    tiny.prompts(folder / "prompts.jsonl")
+    shallow = tiny.save(folder / "shallow", layers=1)
     card = {
         "name": "shallow",
         "target": str(home / "target"),
@@ -500,7 +502,16 @@ def test_an_evaluation_gives_the_acceptance_that_it_measured(
         "data": {"tokens_seen": 4096},
     }
     (shallow / "drafter_card.json").write_text(json.dumps(card))
-    asked = {"temperatures": [0.0], "sweep": [], "sweep_prompts": 0, "num_draft_tokens": [2]}
+    return card
+
+
+def test_an_evaluation_gives_the_acceptance_that_it_measured(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
+    monkeypatch.setattr(Plot, "png", b"")
+    card = write_shallow(home, tmp_path)
+    shallow, asked = tmp_path / "shallow", ONE_PART
     evaluate(tiny.config(tmp_path, "evaluated", timing_repeats=1, **asked))
     rows = read_rows(tmp_path / "evaluated" / "results.jsonl")
     (row,) = (row for row in rows if row.drafter == "shallow")
@@ -520,3 +531,60 @@ def test_an_evaluation_gives_the_acceptance_that_it_measured(
     (shallow / "drafter_card.json").write_text(json.dumps({**card, "drafter_hash": "other"}))
     evaluate(tiny.config(tmp_path, "other card", timing_repeats=1, **asked))
     assert collect([str(tmp_path / "other card")])[0] == [], "a control: the card is of others"
+
+
+def test_only_the_own_drafter_of_a_folder_gives_its_acceptance(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Evaluate the two entries of the quickstart, and other ways to draft with these weights."""
+    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
+    monkeypatch.setattr(Plot, "png", b"")
+    card = write_shallow(home, tmp_path)
+    shallow = str(tmp_path / "shallow")
+    lookup = {"use": "chain_with_lookup", "folder": shallow, "name": "lookup", "min_match": 1}
+    others = [
+        {"use": shallow, "lookup": 1, "name": "option"},
+        {"use": shallow, "stopping": "confidence", "name": "ended"},
+        *({"use": f"{name}_tree", "folder": shallow} for name in ("static", "ranked")),
+    ]
+    asked: dict[str, Any] = {**ONE_PART, "timing_repeats": 1, "prompt_lookup_control": False}
+    asked |= {"drafters": [shallow, lookup, *others], "max_prompts": 3}
+    evaluate(tiny.config(tmp_path, "first", **asked))
+    rows = {row.drafter: row for row in read_rows(tmp_path / "first" / "results.jsonl")}
+    tested = rows["shallow"].tested_by_depth
+    found, notes = collect([str(tmp_path / "first")])
+    assert notes == []
+    assert [(one.drafter_class.rpartition(".")[2], one.stopping) for one in found] == [
+        ("ChainDrafter", "fixed"),
+        ("ChainDrafter", "confidence"),
+        ("RankedTree", "fixed"),
+    ]
+    assert merge(found) == found, "none replaces another"
+    shutil.copytree(tmp_path / "first", tmp_path / "last")
+    results, origins = tmp_path / "last" / "results.jsonl", tmp_path / "last" / "drafters.json"
+    own, before = (json.loads(line) for line in results.read_text().splitlines()[:2])
+    assert (own["drafter"], before["drafter"]) == ("shallow", "lookup")
+    before["accepted_by_depth"] = [0] * len(tested)
+    written = json.loads(origins.read_text())
+    for order in ((own, before), (before, own)):
+        results.write_text("".join(json.dumps(row) + "\n" for row in order))
+        (one,) = merge(collect([str(tmp_path / "last")])[0])
+        assert one == found[0] and one.tested_by_depth == tested
+    results.write_text("".join(json.dumps(row) + "\n" for row in (own, before)))
+    wrong = {**written["lookup"], "drafter_class": written["shallow"]["drafter_class"]}
+    origins.write_text(json.dumps({**written, "lookup": wrong}))
+    (one,) = merge(collect([str(tmp_path / "last")])[0])
+    assert one.alpha_by_depth == [0.0] * len(tested), "a control: as a chain it would replace it"
+
+    written["shallow"]["card"] = {**card, "parallel_drafting": True}
+    origins.write_text(json.dumps(written))
+    assert collect([str(tmp_path / "last")]) == ([], []), "a PARD model that drafted as a chain"
+    written["shallow"]["drafter_class"] = "decoding.drafters.parallel.ParallelChain"
+    origins.write_text(json.dumps(written))
+    (one,) = collect([str(tmp_path / "last")])[0]
+    assert one.kind == "parallel", "a control: it drafted in one forward"
+    del written["shallow"]["drafter_class"]
+    origins.write_text(json.dumps(written))
+    found, (note,) = collect([str(tmp_path / "last")])
+    assert found == []
+    assert "drafters.json does not name the class of shallow" in note and "Evaluate again" in note

@@ -83,6 +83,8 @@ def curve(kind: str, layers: int = 0, width: int = 0, **changes: Any) -> Curve:
         "drafter_hash": f"{kind} {layers}x{width} {tokens}",
         "kind": kind,
         "draft_shape": "chain",
+        "drafter_class": "",
+        "stopping": "fixed",
         "layers": layers,
         "hidden_size": width,
         "draft_vocab_size": 0,
@@ -168,6 +170,16 @@ def test_an_evaluation_replaces_the_figure_of_the_same_training():
     trained = dataclasses.replace(KNOWN[0], source="training", tested_by_depth=[])
     elsewhere = dataclasses.replace(trained, temperature=1.0)
     assert choose_curves([trained, KNOWN[0], elsewhere]) == [KNOWN[0], elsewhere]
+
+
+def test_drafts_of_a_fixed_length_are_preferred_to_those_that_a_policy_ends():
+    ended = dataclasses.replace(KNOWN[0], stopping="confidence")
+    by_cost = dataclasses.replace(KNOWN[0], stopping="by_cost", benchmark="others")
+    assert merge([KNOWN[0]], [ended, by_cost]) == [KNOWN[0], ended, by_cost]
+    for curves in ([KNOWN[0], ended, by_cost], [by_cost, ended, KNOWN[0]]):
+        chosen = choose_curves(curves)
+        assert ended not in chosen and KNOWN[0] in chosen
+        assert by_cost in chosen, "no other was measured on these prompts"
 
 
 def test_rates_of_several_runs_are_pooled_up_to_the_first_depth_with_few_tests():
