@@ -118,6 +118,12 @@ def choose_lengths(
     return ranges_of({rows: best[rows] if pays[rows] else 0 for rows in best}, most_rows)
 
 
+def drafts_nothing_from(table: Sequence[Sequence[int]]) -> int | None:
+    """Return the number of rows from which no larger one has drafts; None if the largest has."""
+    first, _, tokens = table[-1]
+    return None if tokens else first
+
+
 def label_of(drafter: str | Mapping[str, Any]) -> str:
     """Return the name of a drafter in the figures."""
     if isinstance(drafter, str):
@@ -145,7 +151,7 @@ def learn_table(
     figures: dict[str, Any] = {
         "tokens_per_second": speeds,
         KEY: table,
-        "drafts_nothing_from": next((first for first, _, k in table if k == 0), None),
+        "drafts_nothing_from": drafts_nothing_from(table),
     }
     try:
         found = speculative_config(

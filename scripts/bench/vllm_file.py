@@ -31,8 +31,9 @@ def speculative_config(
     longest = max(tokens for *_, tokens in table)
     if not longest:
         raise UserError(f"no number of rows gains from {drafter.name}, so there is nothing to set.")
-    tokens = {"num_speculative_tokens": fixed or longest}
-    return method | tokens | {KEY: [[*one] for one in table]}
+    most = fixed or longest
+    lengths = [[first, last, min(tokens, most)] for first, last, tokens in table]
+    return method | {"num_speculative_tokens": most, KEY: lengths}
 
 
 def _method(drafter: Drafter, folder: Path | None, num_layers: int) -> tuple[dict[str, Any], int]:

@@ -60,6 +60,13 @@ def test_the_fastest_lengths_are_the_table() -> None:
     assert script.choose_lengths(speeds, 1.0, 8) == [[1, 1, 2], [2, 8, 1]], "control"
 
 
+def test_a_drafter_drafts_nothing_from_the_last_range_without_drafts() -> None:
+    assert script.drafts_nothing_from(TABLE) == 3
+    assert script.drafts_nothing_from([[1, 4, 0], [5, 8, 2]]) is None, "larger batches gain"
+    assert script.drafts_nothing_from([[1, 2, 0], [3, 4, 2], [5, 8, 0]]) == 5
+    assert script.drafts_nothing_from([[1, 8, 0]]) == 1
+
+
 def test_speculation_pays_up_to_the_first_rate_at_which_it_does_not() -> None:
     def rows(*over: float) -> list[dict[str, Any]]:
         rates = (0.5, 1.0, 2.0)
@@ -125,6 +132,18 @@ def test_heads_have_their_methods_of_vllm(tmp_path: Path) -> None:
     drafter = row.kind.drafter(kind.load(folder), shape, row.kind.config(), False)
     found = speculative_config(drafter, folder, TABLE, 40)
     assert found["method"] == "eagle3" and found["num_speculative_tokens"] == 4
+
+
+def test_no_draft_of_the_file_is_longer_than_the_heads(tmp_path: Path) -> None:
+    row, folder = saved(tmp_path / "medusa", "medusa")
+    kind = kind_in(folder)
+    shape = kind.read_shape(folder)
+    drafter = row.kind.drafter(kind.load(folder), shape, row.kind.config(), False)
+    heads = kind.longest_draft(shape)
+    assert heads is not None and heads > 1
+    found = speculative_config(drafter, folder, [[1, 1, heads + 3], [2, 2, 1], [3, 8, 0]], 40)
+    assert found["num_speculative_tokens"] == heads
+    assert found[KEY] == [[1, 1, heads], [2, 2, 1], [3, 8, 0]], "a control: shorter ones stay"
 
 
 def test_what_vllm_does_not_run_is_named(tiny_target: Path) -> None:
