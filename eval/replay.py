@@ -9,8 +9,9 @@ the idea: the demo of "Decoding Speculative Decoding" (Yan et al. 2024, arXiv 24
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list
     shared |= {"temperature": logged.temperature, "tokenized": logged.tokenized}
     rows: list[ReplayRow] = []
     outputs: list[ReplayedOutput] = []
+    files = _names_of_files(drafters)
     for name, drafter in drafters.items():
         done = replay(
             drafter,
@@ -126,7 +128,7 @@ def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list
         )
         outputs += outputs_of(name, logged.texts, done)
         if cfg.write_totals:
-            _write_totals(folder.path / TOTALS, name, done)
+            _write_totals(folder.path / TOTALS, files[name], done)
     write_text(folder.path / OUTPUTS, _lines(outputs))
     write_text(folder.path / ROWS, _lines(rows))
     metrics = {f"{row.drafter}, gamma {row.num_draft_tokens}": row.tau for row in rows}
@@ -207,12 +209,21 @@ def _lines(items: Sequence[Any]) -> str:
     return "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in items)
 
 
+def _names_of_files(drafters: Iterable[str]) -> dict[str, str]:
+    """Return drafter -> its name in the names of files; an equal later one gets a number."""
+    found: dict[str, str] = {}
+    for name in drafters:
+        plain = "".join(letter if letter.isalnum() or letter in "-_+." else "_" for letter in name)
+        names = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
+        found[name] = next(one for one in names if one not in found.values())
+    return found
+
+
 def _write_totals(folder: Path, name: str, done: Replay) -> None:
     folder.mkdir(exist_ok=True)
     for length, generations in done.generations.items():
-        plain = "".join(letter if letter.isalnum() or letter in "-_+." else "_" for letter in name)
         emitted = [emitted_tokens(one.trace) for one in generations]
-        write_totals(folder / f"{plain}-{length}.txt", emitted)
+        write_totals(folder / f"{name}-{length}.txt", emitted)
 
 
 def _shared(cfg: ReplayConfig) -> dict[str, Any]:

@@ -149,6 +149,17 @@ def test_a_finished_replay_is_kept(evaluated: Path, capsys: pytest.CaptureFixtur
         run(config(evaluated, "twice", num_draft_tokens=[2], write_totals=True))
 
 
+def test_names_that_differ_in_spaces_alone_have_files_of_their_own(evaluated: Path) -> None:
+    names = ["a b", "a/b", "a_b", "a_b_2"]
+    drafters = [{"use": "prompt_lookup", "name": name} for name in names]
+    asked = config(
+        evaluated, "names", drafters=drafters, write_totals=True, prompt_lookup_control=False
+    )
+    folder = run(asked)
+    written = {path.name for path in (folder / "totals").iterdir()}
+    assert written == {f"{name}-3.txt" for name in ("a_b", "a_b_2", "a_b_3", "a_b_2_2")}
+
+
 def test_totals_and_lines_of_a_replay_agree(evaluated: Path) -> None:
     """Check that the published output file of a replay has its rounds, and analyze all three."""
     folder = run(config(evaluated, "totals", write_totals=True))
