@@ -58,7 +58,7 @@ def with_execution(target: TargetConfig, folder: Path) -> TargetConfig:
 
     Drafters run as their target does, also those that `auto` alone would run eagerly. folder: the
     target's. An empty execution, of configurations from before `auto`, is graph on a GPU and eager
-    on a CPU, so that a run goes on as it began.
+    on a CPU, so that a run continues as it began.
     """
     device = device_of(target.device)
     if not target.execution:

@@ -2,7 +2,7 @@
 
 One process measures the sweep and the costs that rules use. All then choose the same draft lengths,
 and each measures every n-th unit of the main part in a folder of its own, shards/NUMBER. The run
-folder gets all records, from which the job goes on as if it had measured them. A killed run
+folder gets all records, from which the job continues as if it had measured them. A killed run
 continues in these folders with the next unit. Noise is keyed by the unit, so sampled texts are
 those of one process. Where there are several GPUs, the processes take turns at them.
 """

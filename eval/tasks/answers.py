@@ -30,7 +30,7 @@ class Number:
     """Check for the number that an answer ends with. expected: the solution's number."""
 
     expected: Decimal
-    # beginning of the next question, where an answer that goes on with one is cut; empty: none
+    # beginning of the next question, where an answer that continues with one is cut; empty: none
     until: str = ""
 
     def found(self, answer: str) -> Decimal | None:
