@@ -65,8 +65,9 @@ class Curve:
     @property
     def key(self) -> tuple[Any, ...]:
         """What identifies a measurement: a later line with the same key replaces an earlier one."""
-        drafts = self.drafter_hash, self.drafter_class, self.draft_shape, self.stopping
-        return *drafts, self.temperature, self.benchmark, self.source
+        models = self.target_hash, self.drafter_hash
+        drafts = self.drafter_class, self.draft_shape, self.stopping
+        return *models, *drafts, self.temperature, self.benchmark, self.source
 
     @property
     def form(self) -> tuple[Any, ...]:

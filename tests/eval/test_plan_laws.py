@@ -212,6 +212,13 @@ def test_merging_keeps_the_last_measurement_of_each_drafter(tmp_path: Path):
     assert read_curves(both) == merge(KNOWN, [again])
 
 
+def test_a_drafter_of_two_targets_has_a_line_for_each():
+    elsewhere = dataclasses.replace(KNOWN[0], target_hash="2", alpha_by_depth=[0.2] * 4)
+    assert merge([KNOWN[0]], [elsewhere]) == [KNOWN[0], elsewhere]
+    moved = dataclasses.replace(elsewhere, target="its new path", alpha_by_depth=[0.3] * 4)
+    assert merge([KNOWN[0], elsewhere], [moved]) == [KNOWN[0], moved], "a control: the hash decides"
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "torn": ('{"target": "a", "tar', "line 2"),
     "a list": ([], "found a list, expected an object"),
