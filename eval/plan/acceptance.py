@@ -1,11 +1,11 @@
 """Acceptance of drafters that are not trained yet, predicted from those that are.
 
 The log-odds of the acceptance rate at depth k are linear in what is known before a training: the
-drafter's kind, for a model the logarithms of its layers and width, the logarithms of the tokens
-trained on and of k, and the temperature. The weights come from a ridge regression (Hoerl and
-Kennard 1970). Its penalty has the smallest error if every form of drafter is left out in turn and
-predicted from the others, and this error is taken as that of a new drafter. A kind of head that no
-drafter has is predicted near the mean of the other heads.
+drafter's kind, for a model the logarithms of its layers and width, for a draft vocabulary that of
+its size, the logarithms of the tokens trained on and of k, and the temperature. The weights come
+from a ridge regression (Hoerl and Kennard 1970). Its penalty has the smallest error if every form
+of drafter is left out in turn and predicted from the others, and this error is taken as that of a
+new drafter. A kind of head that no drafter has is predicted near the mean of the other heads.
 
 Shapes: N measured depths of all curves, F features, G groups that are left out together.
 """
@@ -43,6 +43,7 @@ class Prospect:
     hidden_size: int
     training_tokens: int
     temperature: float
+    draft_vocab_size: int = 0  # 0: all tokens
 
     @classmethod
     def of(cls, curve: Curve) -> Prospect:
@@ -83,6 +84,7 @@ class Usual:
     training_tokens: float
     layers: float  # of the models
     hidden_size: float  # of the models
+    draft_vocab_size: float = 1.0  # of the drafters that do not propose all tokens
 
     @classmethod
     def of(cls, curves: Sequence[Curve]) -> Usual:
@@ -93,6 +95,7 @@ class Usual:
             median(tokens or [USUAL_TOKENS]),
             median([one.layers for one in models] or [1]),
             median([one.hidden_size for one in models] or [1]),
+            median([one.draft_vocab_size for one in curves if one.draft_vocab_size] or [1]),
         )
 
 
@@ -169,6 +172,9 @@ def features(one: Prospect, depth: int, usual: Usual) -> dict[str, float]:
     }
     if one.draft_shape == TREE:
         found["tree"] = 1.0
+    if one.draft_vocab_size:
+        found["some tokens"] = 1.0
+        found["drafted tokens"] = math.log2(one.draft_vocab_size / usual.draft_vocab_size)
     if one.kind in MODELS:
         found |= {"model": 1.0, "layers": math.log2(one.layers / usual.layers)}
         found["width"] = math.log2(one.hidden_size / usual.hidden_size)

@@ -78,7 +78,7 @@ class Candidate:
     def prospect(self, training_tokens: int, temperature: float) -> Prospect:
         """Return what predicts its acceptance."""
         sizes = (self.kind, self.draft_shape, self.layers, self.hidden_size)
-        return Prospect(*sizes, training_tokens, temperature)
+        return Prospect(*sizes, training_tokens, temperature, self.draft_vocab_size)
 
     def fixed_options(self, kind: type) -> dict[str, Any]:
         """Return the options of a drafter's class for chains or trees of a fixed size.

@@ -102,6 +102,8 @@ SHAPES = [(layers, width) for layers in (1, 2, 4) for width in (256, 512)]
 HEADS = ("medusa", "eagle3", "recurrent", "dflash")
 KNOWN = [curve("chain", *shape) for shape in SHAPES] + [curve(kind) for kind in HEADS]
 
+BY_KIND: dict[str, Any] = {one.kind: one.alpha_by_depth for one in KNOWN}
+
 
 def test_a_model_that_was_left_out_is_predicted_from_the_others():
     for shape in SHAPES:
@@ -147,6 +149,23 @@ def test_training_and_temperature_move_the_prediction_as_they_were_measured():
         return model.predict(Prospect.of(curve("recurrent", **changes)), 1)[0]
 
     assert rate(training_tokens=1 << 24) > rate() > rate(temperature=1.0)
+
+
+def test_a_draft_vocabulary_moves_the_prediction_as_it_was_measured():
+    def with_tokens(kind: str, size: int) -> Curve:
+        lower = [rate_of(logit(a or 0) - 0.2 * (16 - math.log2(size))) for a in BY_KIND[kind]]
+        return curve(kind, draft_vocab_size=size, alpha_by_depth=lower)
+
+    known = [*KNOWN, *(with_tokens(kind, 1 << n) for kind in HEADS[:3] for n in (10, 12, 14))]
+    few, more = (with_tokens("dflash", 1 << n) for n in (11, 14))
+
+    def rates(one: Curve, curves: list[Curve] = known) -> list[float]:
+        return AcceptanceModel.fit(curves).predict(Prospect.of(one), 4)
+
+    for one in (few, more, curve("dflash")):
+        assert rates(one) == pytest.approx(one.alpha_by_depth, abs=0.04)
+    assert abs((few.alpha_by_depth[0] or 0) - BY_KIND["dflash"][0]) > 0.08, "a control"
+    assert rates(few, KNOWN) == rates(curve("dflash"), KNOWN), "no size is known"
 
 
 def test_acceptance_is_not_extrapolated_beyond_the_known_trainings():
