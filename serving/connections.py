@@ -24,7 +24,9 @@ class IdleProtocol(H11Protocol):
         super().data_received(data)
         if waiting is None:
             return
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        # an answer that is complete: what arrives is the rest of a refused request's body
+        unasked = self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE
+        if unasked and not self.transport.is_closing():
             self.timeout_keep_alive_task = waiting
         else:
             waiting.cancel()

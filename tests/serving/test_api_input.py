@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,22 @@ def test_idle_connections_neither_block_nor_stay() -> None:
         assert running.post(body).status_code == 200 and is_open(idle[-1])
         wait_until_closed(idle)
         assert running.post(body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", TEXT])
+def test_a_refused_body_that_trickles_does_not_keep_its_connection(path: str) -> None:
+    """Check it with a request that is refused before its body has ended, and one that is read."""
+    with serve("none", idle_seconds=1) as running:
+        address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(address, timeout=60) as raw:
+            raw.sendall(f"{head}Content-Length: 900\r\n\r\n".encode())
+            until = time.monotonic() + 3
+            with suppress(BrokenPipeError, ConnectionResetError):
+                while time.monotonic() < until:
+                    raw.sendall(b" ")
+                    time.sleep(0.1)
+            assert (time.monotonic() < until) == (path != TEXT)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
