@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from decoding.models.native.attention import grouped_attention
 from decoding.models.native.rope import rotate
+from heads.base import RestrictedHead
 from heads.block.confidence import Confidence
 from heads.block.convolution import BlockConvolution, run_between
 from heads.block.corrections import Correction, make_correction
@@ -101,10 +102,8 @@ class BlockLayer(nn.Module):
         return x_BNH + run_between(self.mlp_conv, self.mlp, y_BNH)
 
 
-class BlockHead(nn.Module):
+class BlockHead(RestrictedHead):
     """A block drafter of a target: the backbone, and a correction of its logits if it has one."""
-
-    d2t: Tensor | None  # id of each drafted token less its index (decoding/models/draft_vocabulary)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -116,26 +115,11 @@ class BlockHead(nn.Module):
         self.norm = nn.RMSNorm(H, config.norm_eps)
         self.correction: Correction | None = make_correction(config)
         self.confidence = Confidence(config) if config.confidence else None
-        offsets_V = torch.zeros(config.draft_vocab_size, dtype=torch.long)
-        self.register_buffer("d2t", offsets_V if config.draft_vocab_size else None)
-
-    @property
-    def token_ids_V(self) -> Tensor | None:
-        """Ids of the draft vocabulary, rising; None: the full vocabulary."""
-        return None if self.d2t is None else self.d2t + _numbers(self.d2t)
-
-    @token_ids_V.setter
-    def token_ids_V(self, ids_V: Tensor) -> None:
-        self.d2t = ids_V - _numbers(ids_V)
+        self.register_vocabulary(config.draft_vocab_size)
 
     @property
     def _layers(self) -> list[BlockLayer]:
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, without the target's embedding and output layer."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def rope_tables(self, length: int) -> Rope:
         """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
@@ -197,8 +181,3 @@ def after(context: Sequence[KeysValues]) -> Join:
         return torch.cat((keys, own_keys), 2), torch.cat((values, own_values), 2)
 
     return join
-
-
-def _numbers(like_V: Tensor) -> Tensor:
-    """Return 0, 1, 2, ... of a tensor's length, on its device."""
-    return torch.arange(len(like_V), device=like_V.device)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from decoding.models.draft_vocabulary import is_drafted
 from decoding.models.native.rope import KINDS, rope_parameters, rotate
+from heads.base import RestrictedHead
 from heads.layers import FeedForward, Rope, rope_tables
 
 NUM_TAPS = 3
@@ -189,13 +189,9 @@ class EagleLayer(nn.Module):
         return found
 
 
-class EagleHead(nn.Module):
+class EagleHead(RestrictedHead):
     """An EAGLE head of a target."""
 
-    # of a draft vocabulary: row i of the lm_head is the token i + d2t_V[i]; whether a token of the
-    # target is drafted
-    d2t: Tensor | None
-    t2d: Tensor | None
     # in place of the tapped states of mask elements: one state for all, or one for each depth
     mask_hidden: nn.Parameter | None
 
@@ -214,22 +210,7 @@ class EagleHead(nn.Module):
         masks = config.parallel - 1 if config.masks_by_depth else min(config.parallel, 1)
         states = torch.randn(1, masks, config.num_taps * H) if masks else None
         self.mask_hidden = None if states is None else nn.Parameter(states)
-        few = bool(config.draft_vocab_size)
-        self.register_buffer("d2t", torch.zeros(V, dtype=torch.long) if few else None)
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < V if few else None)
-
-    @property
-    def token_ids_V(self) -> Tensor | None:
-        """Ids of the draft vocabulary, rising; None: the full vocabulary."""
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    @token_ids_V.setter
-    def token_ids_V(self, ids_V: Tensor) -> None:
-        assert self.t2d is not None
-        self.d2t = ids_V - torch.arange(len(ids_V), device=ids_V.device)
-        self.t2d = is_drafted(ids_V, len(self.t2d))
+        self.register_vocabulary(config.draft_vocab_size, config.vocab_size)
 
     def rope_tables(self, length: int) -> Rope:
         """Return cos and sin (T, 1, D) of the positions from 0, in the head's dtype and device."""
@@ -273,11 +254,6 @@ class EagleHead(nn.Module):
         states_XH = self.midlayer.output(residual_XH, mixed_XQD)
         features_XH = self.norm(states_XH)
         return features_XH, features_XH if self.config.norm_output else states_XH
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def start_from(self, lm_head_VH: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from decoding.models.native.linear import make_linear
 from decoding.models.native.weights import Layer, NativeConfig, Weights
+from heads.base import Head
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class EarlyExitConfig(NativeConfig):
         return self.head_rows
 
 
-class EarlyExitHead(nn.Module):
+class EarlyExitHead(Head):
     """The trained layer and norm, with the products fused as in the native backend."""
 
     token_ids_V: Tensor | None  # ids of the draft vocabulary, rising; None: the full vocabulary
@@ -80,11 +81,6 @@ class EarlyExitHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def layer(self) -> Layer:
         """Return the layer in the native backend's form, with these parameters."""

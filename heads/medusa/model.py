@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heads.base import Head
+
 
 @dataclass(frozen=True)
 class MedusaConfig:
@@ -54,7 +56,7 @@ class MedusaBlock(nn.Module):
         return x_RH + F.silu(self.linear(x_RH))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(Head):
     """All Medusa heads of a target."""
 
     token_ids_V: Tensor | None  # ids of the shortlist, rising; None: the full vocabulary
@@ -92,11 +94,6 @@ class MedusaHeads(nn.Module):
             for head in range(count)
         ]
         return torch.stack(logits, -2)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of all heads."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def start_from(self, lm_head_VH: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from decoding.models.native.linear import Linear
 from decoding.models.native.weights import Layer, NativeConfig
+from heads.base import Head
 
 # maps a product's input (B, N, I) to a mask, (N,) or (B, N), of the rows of slots
 IsSlot = Callable[[Tensor], Tensor]
@@ -93,7 +94,7 @@ class LowRankLayer(nn.Module):
         self.down = LowRank(F, C, rank)
 
 
-class SdsatHead(nn.Module):
+class SdsatHead(Head):
     """The slots' embeddings, and the changes of the target's layers at their rows."""
 
     token_ids_V: Tensor | None = None  # the drafted vocabulary is the target's
@@ -104,11 +105,6 @@ class SdsatHead(nn.Module):
         self.slots = nn.Parameter(torch.zeros(config.num_slots, config.hidden_size))
         changed = config.target_layers if config.rank else 0
         self.layers = nn.ModuleList(LowRankLayer(config) for _ in range(changed))
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def change(self, layer: Layer, index: int, is_slot: IsSlot) -> Layer:
         """Return the target's layer `index` (from 0) with the change at the slots' rows."""
