@@ -88,9 +88,9 @@ def slot_mask(visible_RAT: Tensor, slots: int, causal: bool, shared: int = 1) ->
     """
     R, A, T = visible_RAT.shape
     slots_N = torch.arange(A * slots, device=visible_RAT.device)
-    own_NN = slots_N[:, None] // slots == slots_N // slots
+    same_draft_NN = slots_N[:, None] // slots == slots_N // slots
     if causal:
-        own_NN = own_NN & (slots_N <= slots_N[:, None])
+        same_draft_NN = same_draft_NN & (slots_N <= slots_N[:, None])
     text_RNT = visible_RAT[:, :, None].expand(R, A, slots, T).flatten(1, 2)
-    mask = torch.cat((text_RNT, own_NN.expand(R, -1, -1)), 2)[:, None]
+    mask = torch.cat((text_RNT, same_draft_NN.expand(R, -1, -1)), 2)[:, None]
     return mask.repeat(1, 1, shared, 1)

@@ -103,7 +103,7 @@ def export(folder: Path, name: str, out: Path, target: Path | None = None) -> li
     stored_in = contract.layout_of(read_json(folder / "config.json")).weights
     head, dtype = kind.load(folder), _dtype_of(folder, stored_in)
     tensors = layout.tensors(head.state_dict(), shape)
-    state = {layout.stored_name(own): tensor for own, tensor in tensors.items()}
+    state = {layout.stored_name(name): tensor for name, tensor in tensors.items()}
     if target is not None:
         check_sizes(folder, shape, known_config(target))
         state |= target_ends(target, contract.copies, getattr(head, "token_ids_V", None))
@@ -195,14 +195,14 @@ def form_of(kind: HeadKind, folder: Path, shape: Any) -> Form:
         state = kind.empty(shape).state_dict()
     if kind.contract is None:
         headers = read_headers(folder)
-        own_names = {kind.layout.stored_name(own): own for own in state}
-        named = {own_names.get(name, name): name for name in headers}
+        in_state = {kind.layout.stored_name(name): name for name in state}
+        named = {in_state.get(name, name): name for name in headers}
         return Form("", _entries(state, kind.layout, named, headers, frozenset()), [])
     contract, values = kind.contract, read_json(folder / "config.json")
     layout = contract.layout_of(values).of_shape(shape)
     headers = read_headers(folder, layout.weights)
     named = {rename(name, contract.read_as): name for name in headers}
-    named = {own: name for own, name in named.items() if own not in contract.copies}
+    named = {key: name for key, name in named.items() if key not in contract.copies}
     wanted = state | layout.tensors(state, shape)
     derived = contract.optional | (wanted.keys() - state.keys())
     notes = layout.numbering(shape)
@@ -224,9 +224,9 @@ def _entries(
     the file. derived: tensors that may be left out.
     """
     found = []
-    for own in [*wanted, *(own for own in named if own not in wanted)]:
-        name = named.get(own, layout.stored_name(own))
-        shape = list(wanted[own].shape) if own in wanted else None
-        stored = headers[name].shape if own in named else None
-        found.append(Entry(name, shape, stored, own in derived))
+    for key in [*wanted, *(key for key in named if key not in wanted)]:
+        name = named.get(key, layout.stored_name(key))
+        shape = list(wanted[key].shape) if key in wanted else None
+        stored = headers[name].shape if key in named else None
+        found.append(Entry(name, shape, stored, key in derived))
     return found

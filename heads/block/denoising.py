@@ -59,10 +59,10 @@ def choose_steps(name: str, config: BlockConfig, given: int | None) -> int:
 
     Raises UserError for a number that a head of this shape does not allow. name: the drafter's.
     """
-    own, most = config.denoising_steps, config.num_drafts
+    trained, most = config.denoising_steps, config.num_drafts
     if given is None:
-        return own or 1
-    if not own and given != 1:
+        return trained or 1
+    if not trained and given != 1:
         raise UserError(
             f"drafter '{name}': denoising_steps is {given}, but its head was trained on masks "
             f"alone; expected 1. Train one with head=specdiff to draft in several passes."

@@ -53,15 +53,15 @@ class BlockAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * D, H, bias=False)
         self.q_norm = nn.RMSNorm(D, config.norm_eps)
         self.k_norm = nn.RMSNorm(D, config.norm_eps)
-        self.has_own = config.fusion == PER_LAYER  # projections of the context
-        if self.has_own:
+        self.projects_context = config.fusion == PER_LAYER  # by weights of its own
+        if self.projects_context:
             self.k_proj_target = nn.Linear(H, config.num_kv_heads * D, bias=False)
             self.v_proj_target = nn.Linear(H, config.num_kv_heads * D, bias=False)
 
     def keys_values(self, x_BNH: Tensor, rope: Rope, of_context: bool = False) -> KeysValues:
         """Return the keys, rotated by position, and the values: of a block or of its context."""
         project_k, project_v = self.k_proj, self.v_proj
-        if of_context and self.has_own:
+        if of_context and self.projects_context:
             project_k, project_v = self.k_proj_target, self.v_proj_target
         keys_BNGD = self.k_norm(project_k(x_BNH).unflatten(-1, (-1, self.head_dim)))
         values_BNGD = project_v(x_BNH).unflatten(-1, (-1, self.head_dim))
@@ -177,7 +177,7 @@ def after(context: Sequence[KeysValues]) -> Join:
     """Return the `Join` that concatenates a block with these keys and values of each layer."""
 
     def join(layer: int, block: KeysValues) -> KeysValues:
-        (keys, values), (own_keys, own_values) = context[layer], block
-        return torch.cat((keys, own_keys), 2), torch.cat((values, own_values), 2)
+        (keys, values), (block_keys, block_values) = context[layer], block
+        return torch.cat((keys, block_keys), 2), torch.cat((values, block_values), 2)
 
     return join

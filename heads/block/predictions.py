@@ -68,13 +68,13 @@ class BlockPredictions(PredictingHead):
         if head.correction is None:
             return hidden_MKH[where.draft_N, where.head_N]
         if where.continues_own:
-            own_O = where.own_O
+            continued_O = where.own_O
             with torch.no_grad():
                 drafted_OK = self._continue(
-                    head, states, hidden_MKH[own_O], tokens_MK[own_O, 0], depths - 1
+                    head, states, hidden_MKH[continued_O], tokens_MK[continued_O, 0], depths - 1
                 )
-            own_OK = torch.cat((tokens_MK[own_O, :1], drafted_OK), 1)
-            tokens_MK = tokens_MK.index_copy(0, own_O, own_OK)
+            tokens_OK = torch.cat((tokens_MK[continued_O, :1], drafted_OK), 1)
+            tokens_MK = tokens_MK.index_copy(0, continued_O, tokens_OK)
         features_MKE = features_of_text(head.correction, hidden_MKH, tokens_MK, states.embed)
         return torch.cat((hidden_MKH[:, :depths], features_MKE), 2)[where.draft_N, where.head_N]
 

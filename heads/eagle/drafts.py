@@ -53,15 +53,15 @@ class Drafts:
         seen_RTT = (same_RTT & (positions_RT > 0)[:, None]).tril_(-1)
         mask_RTT = torch.zeros(seen_RTT.shape, dtype=before_RTH.dtype, device=before_RTH.device)
         self._mask_R1TT = mask_RTT.masked_fill_(~seen_RTT, float("-inf"))[:, None]
-        self._own: list[tuple[Tensor, Tensor]] = []
+        self._drafted: list[tuple[Tensor, Tensor]] = []
 
     def advance(self, embedded_MH: Tensor) -> Tensor:
         """Add an element with this token to each draft; return the lm_head's inputs [M, H]."""
-        layer, places_M = self.head.midlayer, self._columns_M + len(self._own)
+        layer, places_M = self.head.midlayer, self._columns_M + len(self._drafted)
         rope = rope_at(self._rope, places_M)
         inputs, residual_MH = self.head.join(embedded_MH, self.hidden_MH)
         keys_MKD, values_MKD = layer.self_attn.keys_values(inputs, rope)
-        self._own.append((self._per_query(keys_MKD), self._per_query(values_MKD)))
+        self._drafted.append((self._per_query(keys_MKD), self._per_query(values_MKD)))
         mixed_MQD = self._attend(layer.self_attn.queries(inputs, rope))
         features_MH, self.hidden_MH = self.head.step(residual_MH, mixed_MQD)
         return features_MH
@@ -71,20 +71,20 @@ class Drafts:
 
         embedded_H: embedding of the mask token.
         """
-        state_H = self.head.mask_states(len(self._own))[-1]
+        state_H = self.head.mask_states(len(self._drafted))[-1]
         self.hidden_MH = state_H.expand_as(self.hidden_MH)
         return self.advance(embedded_H.expand_as(self.hidden_MH))
 
     def _attend(self, q_MQD: Tensor) -> Tensor:
         """Return the mixed values [M, Q, D] of the texts' elements and the drafts' own."""
-        own_keys, own_values = (torch.stack(each, 2) for each in zip(*self._own))
+        drafted_keys, drafted_values = (torch.stack(each, 2) for each in zip(*self._drafted))
         q_MQD = q_MQD * q_MQD.shape[-1] ** -0.5
-        own_MQJ = torch.einsum("mqd,mqjd->mqj", q_MQD, own_keys)
+        drafted_MQJ = torch.einsum("mqd,mqjd->mqj", q_MQD, drafted_keys)
         scores_RQTT = self._placed(q_MQD) @ self._keys_RQTD.transpose(2, 3) + self._mask_R1TT
-        shares = torch.cat((scores_RQTT, self._placed(own_MQJ)), -1).softmax(-1)
-        shares_RQTT, own_RQTJ = shares.split((scores_RQTT.shape[-1], len(self._own)), -1)
+        shares = torch.cat((scores_RQTT, self._placed(drafted_MQJ)), -1).softmax(-1)
+        shares_RQTT, drafted_RQTJ = shares.split((scores_RQTT.shape[-1], len(self._drafted)), -1)
         mixed_MQD = self._taken(shares_RQTT @ self._values_RQTD)
-        return mixed_MQD + torch.einsum("mqj,mqjd->mqd", self._taken(own_RQTJ), own_values)
+        return mixed_MQD + torch.einsum("mqj,mqjd->mqd", self._taken(drafted_RQTJ), drafted_values)
 
     def _per_query(self, x: Tensor) -> Tensor:
         """Repeat keys or values (..., K, D) for their query heads, (..., Q, D)."""
@@ -93,8 +93,8 @@ class Drafts:
     def _placed(self, values_MQx: Tensor) -> Tensor:
         """Return the drafts' values [R, Q, T, ...] at the places of their tips, zero elsewhere."""
         rows = self._mask_R1TT.shape[0], self._mask_R1TT.shape[-1]
-        whole = values_MQx.new_zeros(rows[0] * rows[1], *values_MQx.shape[1:])
-        return whole.index_copy(0, self.tips_M, values_MQx).unflatten(0, rows).transpose(1, 2)
+        full_FQx = values_MQx.new_zeros(rows[0] * rows[1], *values_MQx.shape[1:])
+        return full_FQx.index_copy(0, self.tips_M, values_MQx).unflatten(0, rows).transpose(1, 2)
 
     def _taken(self, values_RQTx: Tensor) -> Tensor:
         """Return the values [M, Q, ...] at the places of the tips."""

@@ -169,6 +169,6 @@ class DepthFigures:
         """Return the target's states after its final norm at a batch's kept positions, [P, H]."""
         if number == len(self._final):
             batch, where = self._fixed.batches[number]
-            whole_FH = hidden_states(self.states.target, batch).flatten(0, 1)
-            self._final.append(whole_FH[where.kept_P])
+            full_FH = hidden_states(self.states.target, batch).flatten(0, 1)
+            self._final.append(full_FH[where.kept_P])
         return self._final[number]

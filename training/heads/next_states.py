@@ -47,10 +47,10 @@ def state_noise(
         generator.manual_seed(noise.key(*key, _PURPOSE, *row))
         shape = (length, like_PC.shape[1])
         parts.append(torch.rand(shape, generator=generator, device=like_PC.device))
-    whole_FC = torch.cat(parts)
+    uniform_FC = torch.cat(parts)
     (lengths_F,) = devices.copy_arrays_to_device((_text_lengths(batch),), like_PC.device)
     scale_P1 = width * _LENGTH / lengths_F[kept_P, None].clamp_min(1)
-    return ((whole_FC[kept_P] - 0.5) * scale_P1).to(like_PC.dtype)
+    return ((uniform_FC[kept_P] - 0.5) * scale_P1).to(like_PC.dtype)
 
 
 def _text_lengths(batch: PackedBatch) -> np.ndarray:

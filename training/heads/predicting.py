@@ -44,8 +44,8 @@ class Context:
 
 def spread(batch: PackedBatch, kept_P: Tensor, states_PC: Tensor) -> Tensor:
     """Return the states [R, T, C] of a batch's places from those at kept_P, zero elsewhere."""
-    whole_FC = states_PC.new_zeros(batch.ids_RT.numel(), states_PC.shape[1])
-    return whole_FC.index_copy(0, kept_P, states_PC).unflatten(0, batch.ids_RT.shape)
+    full_FC = states_PC.new_zeros(batch.ids_RT.numel(), states_PC.shape[1])
+    return full_FC.index_copy(0, kept_P, states_PC).unflatten(0, batch.ids_RT.shape)
 
 
 @dataclass(frozen=True)

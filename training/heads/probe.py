@@ -236,12 +236,12 @@ def _predict(
     states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
     outputs = output_layers(kind, head, states, where)
-    tokens_NS, whole_N = _tokens(batch, where)
+    tokens_NS, inside_N = _tokens(batch, where)
     indices_NS = tokens_NS
     if head.token_ids_V is not None:
         indices_NS = index_tokens(head.token_ids_V, states.vocab_size)[tokens_NS]
     known_NS = indices_NS >= 0
-    known_N = whole_N & known_NS.any(dim=1) & (where.head_N >= kind.target_depths)
+    known_N = inside_N & known_NS.any(dim=1) & (where.head_N >= kind.target_depths)
     log_q, right = [], []
     for start in range(0, len(features_NE), CHUNK):
         end = min(start + CHUNK, len(features_NE))
