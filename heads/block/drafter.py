@@ -57,18 +57,22 @@ Choose = Callable[[Tensor, int], Tensor]
 
 
 class BlockDrafter:
-    """Drafter of a block head in a folder or in memory.
+    """Drafter of a block head, in a folder or in memory.
 
-    shape: `chain`, or `tree` for heads without a correction. children: of a chain at temperatures
-    above 0, `sampled`, or `top_k` for the likeliest tokens as point masses; a tree's children are
-    always the likeliest. max_nodes: maximum size of a tree. stop_below: a chain of a head with a
-    confidence ends before the first token whose chance, with all before it, is smaller. by_cost:
-    choose by the measured costs of a round whether to draft, each tree's size, and the length of
-    each chain, which the head's confidence may shorten. denoising_steps: passes of a draft
-    (heads/block/denoising.py), for heads that are trained with random masks; None: the head's own
-    number. layout: that of a folder that does not name
-    its own (heads/block/checkpoint.py). execution: `fused` runs the products of a loaded head like
-    those of a fused target. Raises UserError for an invalid folder or argument.
+    shape: `chain`, or `tree` for a head without a correction.
+    children: of a chain above temperature 0. `sampled` samples each token, and `top_k` proposes the
+        likeliest ones as point masses, as a tree always does.
+    max_nodes: the largest size of a tree.
+    stop_below: for a head with a confidence. A chain ends before the first token whose chance of
+        being accepted, with all tokens before it, is smaller. 0: no chain ends early.
+    by_cost: use the measured costs of a round to choose whether to draft, the size of each tree,
+        and the length of each chain. A confidence of the head may shorten a chain further.
+    denoising_steps: the passes of a draft (heads/block/denoising.py), for a head that was trained
+        on random masks. None: as many as in its training.
+    layout: of the slots, for a folder that does not name it (heads/block/checkpoint.py).
+    execution: `fused` runs the products of a loaded head like those of a fused target.
+
+    Raises UserError for an invalid folder or argument.
     """
 
     def __init__(
