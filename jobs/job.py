@@ -188,8 +188,7 @@ def _check_slurm() -> None:
     """Raise UserError if Hydra cannot submit the members of a sweep to Slurm."""
     if importlib.util.find_spec("submitit") is None:
         raise UserError(
-            "hydra/launcher=slurm needs Hydra's submitit launcher. Run pip install "
-            "'shallow-draft[slurm]'"
+            "hydra/launcher=slurm needs Hydra's submitit launcher. Run pip install -e '.[slurm]'"
         )
     if shutil.which("srun") is None:
         raise UserError(

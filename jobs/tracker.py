@@ -234,7 +234,7 @@ def _summary_writer() -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             f"tracker.tensorboard needs a package that is not installed ({error.name}). Run pip "
-            f'install "shallow-draft[train]", or use tracker=none'
+            f"install -e '.[train]', or use tracker=none"
         ) from error
     return SummaryWriter
 

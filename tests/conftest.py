@@ -62,28 +62,28 @@ def collected_tests(request: pytest.FixtureRequest) -> list[str]:
 def deepspeed() -> None:
     """Require DeepSpeed."""
     if importlib.util.find_spec("deepspeed") is None:
-        _lacking("needs DeepSpeed: pip install shallow-draft[train]")
+        _lacking("needs DeepSpeed: pip install -e '.[train]'")
 
 
 @pytest.fixture(scope="session")
 def submitit() -> None:
     """Require Hydra's launcher for Slurm."""
     if importlib.util.find_spec("submitit") is None:
-        _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
+        _lacking("needs Hydra's submitit launcher: pip install -e '.[slurm]'")
 
 
 @pytest.fixture(scope="session")
 def gradio() -> None:
     """Require Gradio."""
     if importlib.util.find_spec("gradio") is None:
-        _lacking("needs Gradio: pip install shallow-draft[web]")
+        _lacking("needs Gradio: pip install -e '.[web]'")
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Path:
     """Return Chromium's path. Without it the test is skipped, in CI too: pip has no browser."""
     if importlib.util.find_spec("playwright") is None:
-        pytest.skip("needs Playwright: pip install shallow-draft[browser]")
+        pytest.skip("needs Playwright: pip install -e '.[browser]'")
     names = ("chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:

@@ -38,9 +38,7 @@ def check(cfg: ApiConfig) -> None:
     """Raise UserError for invalid and contradictory settings, and without the server's packages."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"serving.api needs {', '.join(missing)}. Run pip install 'shallow-draft[server]'"
-        )
+        raise UserError(f"serving.api needs {', '.join(missing)}. Run pip install -e '.[server]'")
     for name, least in LEAST.items():
         check_value(name, vars(cfg)[name], whole_number(least))
     check_value("port", cfg.port, whole_number(0, 65535))

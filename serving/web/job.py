@@ -29,9 +29,7 @@ def check(cfg: WebConfig) -> None:
     """Raise UserError for invalid settings, and without the page's packages."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing and not cfg.dry_run:
-        raise UserError(
-            f"serving.web needs {', '.join(missing)}. Run pip install 'shallow-draft[web]'"
-        )
+        raise UserError(f"serving.web needs {', '.join(missing)}. Run pip install -e '.[web]'")
     for name, least in LEAST.items():
         check_value(name, vars(cfg)[name], whole_number(least))
     check_value("port", cfg.port, whole_number(0, 65535))

@@ -61,16 +61,17 @@ def test_an_option_that_no_script_has_is_found() -> None:
 
 
 def test_every_extra_that_is_installed_exists() -> None:
-    """Check `pip install 'shallow-draft[NAME]'`, and `pip install '.[NAME]'` in a clone."""
+    """Check `pip install -e '.[NAME]'`, the one form: the project is installed from a clone."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [page.read_text() for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]]
     named = {
         name
         for text in texts
-        for names in re.findall(r"(?:shallow-draft|[ '\"]\.)\[([a-z,]+)\]", text)
+        for names in re.findall(r"[ '\"]\.\[([a-z,]+)\]", text)
         for name in names.split(",")
     }
     assert {"server", "web", "gguf"} <= named
+    assert not [text for text in texts if "shallow-draft[" in text], "another form"
     assert named <= extras["optional-dependencies"].keys()
 
 

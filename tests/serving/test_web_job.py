@@ -65,7 +65,7 @@ def test_a_port_in_use_is_refused(tiny_target: Path):
 
 def test_missing_packages_are_named(tiny_target: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    with pytest.raises(UserError, match=r"needs gradio. Run pip install 'shallow-draft\[web\]'"):
+    with pytest.raises(UserError, match=r"needs gradio. Run pip install -e '\.\[web\]'"):
         check(config_of(tiny_target))
 
 

@@ -239,6 +239,6 @@ def test_a_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError,
-        match=r"zero2, but DeepSpeed is not installed. Run pip install shallow-draft\[train\]",
+        match=r"zero2, but DeepSpeed is not installed. Run pip install -e '\.\[train\]'",
     ):
         zero.plugin(2, use_cpu=True)

@@ -34,7 +34,7 @@ def plugin(stage: int, use_cpu: bool) -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             f"parallel.kind is zero{stage}, but DeepSpeed is not installed. Run pip install "
-            f"shallow-draft[train]"
+            f"-e '.[train]'"
         )
     if use_cpu and devices.device_of("auto") == "cuda":
         raise UserError(
