@@ -1,14 +1,35 @@
-"""Sockets of the servers, and the number of their connections."""
+"""Sockets of the servers, the number of their connections, and checks of shared settings."""
 
+import importlib.util
 import ipaddress
 import logging
 import resource
 import socket
+from collections.abc import Mapping, Sequence
 
 from decoding.errors import UserError, without_stop
+from decoding.values import check_settings, check_value, whole_number
+from jobs.config import JobConfig
 
 BACKLOG = 2048  # connections that wait until they are accepted
 _FULL = "socket.accept() out of system resource"  # begins asyncio's message
+
+
+def check_server(
+    cfg: JobConfig, packages: Sequence[str], extra: str, least: Mapping[str, int]
+) -> None:
+    """Raise UserError for missing packages, unless it is a dry run, and for wrong settings.
+
+    extra: the name under which pip installs the packages. least: the settings that are counts, and
+    the smallest value of each.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and not cfg.dry_run:
+        raise UserError(f"{cfg.job} needs {', '.join(missing)}. Run pip install -e '.[{extra}]'")
+    for name, smallest in least.items():
+        check_value(name, vars(cfg)[name], whole_number(smallest))
+    check_value("port", vars(cfg)["port"], whole_number(0, 65535))
+    check_settings(cfg, ("seed",))
 
 
 def listen(host: str, port: int) -> socket.socket:

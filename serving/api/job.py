@@ -1,6 +1,5 @@
 """The job: load the models, listen, and serve until a signal ends it."""
 
-import importlib.util
 import socket
 from dataclasses import replace
 
@@ -8,13 +7,18 @@ from decoding.engine import encode
 from decoding.errors import UserError
 from decoding.sampling.rule_names import split_rule
 from decoding.sessions.draft_lengths import check_ranges
-from decoding.values import check_settings, check_value, whole_number
 from jobs.config import refuse_parallel
 from jobs.paths import resolve_model
 from serving.api.config import ApiConfig
 from serving.api.keys import Keys
 from serving.config import GenerateConfig
-from serving.listening import address_of, allow_connections, is_open_to_others, listen
+from serving.listening import (
+    address_of,
+    allow_connections,
+    check_server,
+    is_open_to_others,
+    listen,
+)
 from serving.setup import DEFAULT_DRAFTER, check_drafter, load, warm_up
 from serving.setup import check as check_generation
 
@@ -36,13 +40,7 @@ MEASURED_TOKENS = 256  # that an answer may have where the costs of a round are 
 
 def check(cfg: ApiConfig) -> None:
     """Raise UserError for invalid and contradictory settings, and without the server's packages."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"serving.api needs {', '.join(missing)}. Run pip install -e '.[server]'")
-    for name, least in LEAST.items():
-        check_value(name, vars(cfg)[name], whole_number(least))
-    check_value("port", cfg.port, whole_number(0, 65535))
-    check_settings(cfg, ("seed",))
+    check_server(cfg, NEEDS, "server", LEAST)
     refuse_parallel(cfg.target)
     if cfg.verify not in EXACT_RULES:
         raise UserError(

@@ -1,14 +1,18 @@
 """The job: load the models, listen, and show the page until a signal ends it."""
 
-import importlib.util
 import os
 import socket
 from typing import Any
 
-from decoding.errors import UserError
-from decoding.values import check_choice, check_settings, check_value, whole_number
+from decoding.values import check_choice
 from jobs.config import refuse_parallel
-from serving.listening import address_of, allow_connections, is_open_to_others, listen
+from serving.listening import (
+    address_of,
+    allow_connections,
+    check_server,
+    is_open_to_others,
+    listen,
+)
 from serving.web.config import WebConfig
 from serving.web.demo import Demo
 from serving.web.models import check_folders, load
@@ -27,13 +31,7 @@ GRACE_SECONDS = 2  # that open connections get when the page is stopped
 
 def check(cfg: WebConfig) -> None:
     """Raise UserError for invalid settings, and without the page's packages."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing and not cfg.dry_run:
-        raise UserError(f"serving.web needs {', '.join(missing)}. Run pip install -e '.[web]'")
-    for name, least in LEAST.items():
-        check_value(name, vars(cfg)[name], whole_number(least))
-    check_value("port", cfg.port, whole_number(0, 65535))
-    check_settings(cfg, ("seed",))
+    check_server(cfg, NEEDS, "web", LEAST)
     check_choice("verify", cfg.verify, RULES)
     refuse_parallel(cfg.target)
 

@@ -1,5 +1,6 @@
 """Requests that the server refuses, each with an error that names what is wrong."""
 
+import importlib.util
 import json
 import socket
 import time
@@ -310,6 +311,15 @@ def test_a_wrong_setting_is_named(changed: dict[str, Any], words: str) -> None:
     )
     with pytest.raises(UserError, match=words):
         check(cfg)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    cfg = ApiConfig(job="serving.api", output_dir="", target=TargetConfig(path="embedded:target"))
+    words = r"serving.api needs starlette, uvicorn, .* Run pip install -e '\.\[server\]'"
+    with pytest.raises(UserError, match=words):
+        check(cfg)
+    check(replace(cfg, dry_run=True))
 
 
 def test_pools_need_a_drafter_that_keeps_them() -> None:

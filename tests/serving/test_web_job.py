@@ -67,6 +67,7 @@ def test_missing_packages_are_named(tiny_target: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     with pytest.raises(UserError, match=r"needs gradio. Run pip install -e '\.\[web\]'"):
         check(config_of(tiny_target))
+    check(config_of(tiny_target, dry_run=True))
 
 
 @pytest.mark.usefixtures("_with_gradio")
