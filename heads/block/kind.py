@@ -33,6 +33,7 @@ from heads.block.shape import (
     NONE,
     SELECTOR,
     BlockConfig,
+    spread_taps,
 )
 from jobs.paths import name_anywhere
 from training.features.taps import Layers
@@ -273,19 +274,6 @@ def _base_rules(config: BlockTrainConfig, shape: BlockConfig) -> dict[str, tuple
     if shape.correction not in (GRU, MARKOV):
         return {}
     return {"loss.base_weight": (0 <= config.loss.base_weight <= 1, "a share from 0 to 1")}
-
-
-def spread_taps(count: int, num_layers: int) -> Layers:
-    """Return at most `count` layers of the target, from after its second layer to its last but two.
-
-    This is the formula of DFlash and its relatives, raised by one, as they number a layer by its
-    output. Layers of a small target that coincide are read once.
-    """
-    steps = [num_layers // 2]
-    if count > 1:
-        steps = [round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)]
-    last = max(num_layers - 1, 1)
-    return tuple(sorted({min(max(step + 1, 1), last) for step in steps}))
 
 
 KIND = BlockKind()

@@ -109,3 +109,16 @@ class BlockConfig:
     def rope(self) -> dict[str, float | str]:
         """Rotary embedding in Hugging Face's form."""
         return {"rope_theta": self.rope_theta, "rope_type": "default"}
+
+
+def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return at most `count` layers of the target, from after its second layer to its last but two.
+
+    This is the formula of DFlash and its relatives, raised by one, as they number a layer by its
+    output. Layers of a small target that coincide are read once.
+    """
+    steps = [num_layers // 2]
+    if count > 1:
+        steps = [round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)]
+    last = max(num_layers - 1, 1)
+    return tuple(sorted({min(max(step + 1, 1), last) for step in steps}))

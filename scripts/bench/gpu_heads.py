@@ -1,10 +1,10 @@
 """Part `heads`: training and rounds of EAGLE-3, P-EAGLE and block drafters for an 8B target.
 
 Weights are random, in LLaMA-3.1-8B's shapes and the published heads' (a draft vocabulary of 32,000
-for EAGLE-3 and P-EAGLE, all tokens for the others). SpecDiff has DFlash's shape, reads no layers of
-the target, and fills a block in two passes. Times do not depend on the weights; acceptance does, so
-a round is given with the tokens that it must emit to pay. The training step is that of heads.train
-in one process, with the target's states computed in every step.
+for EAGLE-3 and P-EAGLE, all tokens for the others). Options and losses are those of the presets in
+conf/head, DSpark's confidence included; SpecDiff has DFlash's sizes. Times do not depend on the
+weights; acceptance does, so a round is given with the tokens that it must emit to pay. The training
+step is that of heads.train in one process, with the target's states computed in every step.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import LlamaConfig
 
@@ -21,19 +22,12 @@ from decoding.models.native.model import NativeTarget
 from heads.block.drafter import BlockDrafter
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
-from heads.block.shape import (
-    ANCHOR_FIRST,
-    BIDIRECTIONAL,
-    EMBEDDING,
-    FILL_IN,
-    MARKOV,
-    NONE,
-    BlockConfig,
-)
+from heads.block.shape import NONE, BlockConfig, spread_taps
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleConfig, EagleHead, default_taps
 from heads.eagle.parallel import ParallelEagleDrafter
 from heads.eagle.predictions import EaglePredictions
+from jobs.paths import data_folder
 from scripts.bench.gpu_recurrent import Sizes, measure_rounds, measure_step
 from scripts.bench.gpu_training import TrainingSizes, measure_training, random_chats
 from scripts.bench.random_models import TOY_TARGET, llama, random_model, random_weights
@@ -50,6 +44,8 @@ TOY = TrainingSizes(
 )
 TREE = 60  # nodes of EAGLE-3's tree, as published
 DRAFTS_PER_ROW = 256
+RANK = 256  # of DSpark's Markov head
+CONF = data_folder("conf")
 BLOCKS = ("DFlash", "DSpark", "SpecDiff")
 
 
@@ -64,6 +60,20 @@ class HeadCase:
     loss: HeadLossConfig
     drafter: Callable[[Any], Drafter]
     length: int  # drafted tokens of a chain, or depth of the tree
+
+
+def preset(name: str) -> tuple[dict[str, Any], HeadLossConfig]:
+    """Return the options and the loss of a file in conf/head, which is read without Hydra."""
+
+    def read(group: str, file: str) -> dict[str, Any]:
+        found: dict[str, Any] = yaml.safe_load((CONF / group / f"{file}.yaml").read_text())
+        return found
+
+    written = read("head", name)
+    entries = [one for one in written.get("defaults", []) if isinstance(one, dict)]
+    chosen = [one["override /loss"] for one in entries] or ["forward_kl"]
+    loss = HeadLossConfig(**{**read("loss", chosen[-1]), **written["loss"]})
+    return written.get("head", {}), loss
 
 
 def eagle(target: LlamaConfig, toy: bool, parallel: bool) -> HeadCase:
@@ -83,9 +93,8 @@ def eagle(target: LlamaConfig, toy: bool, parallel: bool) -> HeadCase:
         parallel=steps if parallel else 0,
         mask_token_id=target.vocab_size - 1,
     )
-    loss = HeadLossConfig(name="forward_kl", predict_n_tokens=steps, decay=0.8)
+    loss = replace(preset("p_eagle" if parallel else "eagle3")[1], predict_n_tokens=steps)
     if parallel:
-        loss = replace(loss, depth_share=0.7)
         name, make = f"P-EAGLE, chain of {steps}", lambda head: ParallelEagleDrafter(head=head)
         return HeadCase(name, EagleHead(shape), EaglePredictions(), taps, loss, make, steps)
     nodes = 6 if toy else TREE
@@ -101,16 +110,15 @@ def eagle(target: LlamaConfig, toy: bool, parallel: bool) -> HeadCase:
 
 
 def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
-    """Return DFlash or SpecDiff with blocks of 16, or DSpark with blocks of 7 and a Markov head."""
-    is_dspark, is_specdiff = name == "DSpark", name == "SpecDiff"
-    size = (3 if toy else 7) if is_dspark else (4 if toy else 16)
-    last, count = target.num_hidden_layers, 1 if toy else 5
-    taps = tuple(2 + round(place * (last - 4) / max(count - 1, 1)) for place in range(count))
+    """Return a preset of five layers: DSpark with blocks of 7 slots, or another with 16."""
+    options, loss = preset(name.lower())
+    size = (3 if toy else 7) if name == "DSpark" else (4 if toy else 16)
+    correction = options["correction"]
     shape = BlockConfig(
         target.vocab_size,
         target.hidden_size,
-        last,
-        (EMBEDDING,) if is_specdiff else tuple(min(tap, last) for tap in taps),
+        target.num_hidden_layers,
+        tuple(options.get("taps") or spread_taps(1 if toy else 5, target.num_hidden_layers)),
         size,
         target.vocab_size - 1,
         target.num_attention_heads,
@@ -118,25 +126,23 @@ def block(target: LlamaConfig, toy: bool, name: str) -> HeadCase:
         target.head_dim or target.hidden_size // target.num_attention_heads,
         target.intermediate_size,
         1 if toy else 5,
-        ANCHOR_FIRST if is_dspark else FILL_IN,
-        BIDIRECTIONAL,
-        MARKOV if is_dspark else NONE,
-        256 if is_dspark else 0,
-        denoising_steps=2 if is_specdiff else 0,
+        options["layout"],
+        options["in_block_mask"],
+        correction,
+        0 if correction == NONE else RANK,
+        confidence=options.get("confidence", False),
+        denoising_steps=options.get("denoising_steps", 0),
     )
     drafts = shape.num_drafts
-    loss = HeadLossConfig(
-        predict_n_tokens=drafts,
-        depth_weights="decay" if is_specdiff else "d_pace",
-        drafts_per_row=DRAFTS_PER_ROW,
-    )
+    # so low that confidences are computed but end no draft
+    stop_below = 1e-9 if shape.confidence else 0.0
     return HeadCase(
         f"{name}, block of {size}",
         BlockHead(shape),
         BlockPredictions(),
         shape.taps,
-        loss,
-        lambda head: BlockDrafter(head=head),
+        replace(loss, predict_n_tokens=drafts, drafts_per_row=DRAFTS_PER_ROW),
+        lambda head: BlockDrafter(head=head, stop_below=stop_below),
         drafts,
     )
 

@@ -24,8 +24,8 @@ from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.drafter import BlockDrafter
 from heads.block.kind import KIND as BLOCK
-from heads.block.kind import spread_taps
 from heads.block.model import BlockHead, after
+from heads.block.shape import spread_taps
 from heads.chain_plans import ChainPlans
 from heads.layers import rope_at
 from tests.heads import law_6

@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from scripts.bench.gpu_rows import drafting_modes
 from tests.decoding.rows import ROWS
@@ -240,6 +243,29 @@ def test_the_shapes_are_the_published_ones() -> None:
     shapes = (REAL.target, *REAL.drafters.values())
     millions = [round(parameter_counts(shape)["all"] / 1e6) for shape in shapes]
     assert millions == [6738, 290, 543, 796, 1334]
+
+
+@pytest.mark.parametrize("name", ["DFlash", "DSpark", "SpecDiff"])
+def test_the_heads_are_those_of_the_presets(name: str, tiny_target: Path) -> None:
+    """Compare forms and losses with those of training; the part has sizes of its own."""
+    from heads.block.kind import KIND
+    from scripts.bench import gpu_heads
+    from tests.heads.test_heads_train import configured
+
+    config = configured("heads.train", f"head={name.lower()}", f"target.path={tiny_target}")
+    target = AutoConfig.from_pretrained(tiny_target)
+    case = gpu_heads.block(gpu_heads.TOY.target, True, name)
+    found: Any = case.head.config
+    trained = KIND.shape(config, target)
+    for part in ("layout", "in_block_mask", "correction", "rank", "confidence", "denoising_steps"):
+        assert getattr(found, part) == getattr(trained, part), part
+    assert found.reads_embedding == trained.reads_embedding == (name == "SpecDiff")
+    drafter: Any = case.drafter(case.head)
+    assert drafter.ends_by_confidence == trained.confidence == (name == "DSpark")
+    parts = {key: weight for key, weight in config.loss.parts.items() if weight}
+    sizes = {"predict_n_tokens": found.num_drafts, "drafts_per_row": gpu_heads.DRAFTS_PER_ROW}
+    assert case.loss == replace(config.loss, parts=case.loss.parts, **sizes)
+    assert {key: weight for key, weight in case.loss.parts.items() if weight} == parts
 
 
 def test_the_recurrent_part_measures_the_published_setting() -> None:
