@@ -13,7 +13,6 @@ import io
 import itertools
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,9 +30,9 @@ from jobs.files import write_bytes
 from jobs.paths import name_anywhere
 from jobs.syntax import quoted
 from scripts.options import describe_options, read_options
+from scripts.server_process import run_server
 from scripts.usage import show_usage
 
-ROOT = Path(__file__).resolve().parent.parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 960, 900  # of the window; the pictures end below the panes
 MOST_BYTES = 2_000_000
@@ -86,28 +85,14 @@ def check(options: Options) -> Path:
 @contextmanager
 def run_page(options: Options) -> Iterator[str]:
     """Run serving.web on a free port until the block ends; yield its address."""
-    command = [
-        *(sys.executable, "-m", "serving.web", "port=0"),
+    words = [
         f"target.path={quoted(name_anywhere(options.target))}",
         f"target.dtype={options.dtype}",
         f"drafters=[{quoted(name_anywhere(options.drafter))}]",
         f"max_new_tokens={options.tokens}",
     ]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r"open (http://\S+) in", line):
-                yield found[1]
-                return
-        raise UserError(f"the page did not start: {''.join(lines[-3:]).strip()}")
-    finally:
-        process.terminate()
-        process.wait()
+    with run_server("serving.web", *words) as page:
+        yield page.url
 
 
 def record(url: str, chromium: Path, options: Options) -> list[Picture]:

@@ -15,7 +15,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from jobs.syntax import quoted
 from scripts.bench import common
 from scripts.bench.served_models import ServedOptions, load_engine
 from scripts.bench.vllm_file import format_file, speculative_config
+from scripts.server_process import run_server
 
 PLAIN = "plain"
 TABLE = "{} by batch"  # of a drafter, with its table
@@ -201,7 +201,6 @@ def servers(
         "num_draft_tokens": chosen.num_draft_tokens,
         "max_rows": max(chosen.batches),
         "max_waiting": chosen.requests,
-        "port": 0,
     }
     words = [f"{key}={value}" for key, value in given.items()]
     urls: dict[str, str] = {}
@@ -209,26 +208,9 @@ def servers(
         for number, (name, overrides) in enumerate(sides.items()):
             # one after another, as each measures costs when it starts
             out = f"output_dir={folder}/{number}"
-            urls[name] = running.enter_context(server([*words, out, *overrides]))
+            started = running.enter_context(run_server("serving.api", *words, out, *overrides))
+            urls[name] = started.url
         yield urls
-
-
-@contextmanager
-def server(words: Sequence[str]) -> Iterator[str]:
-    """Run serving.api in a process of its own; yield its address."""
-    command = [sys.executable, "-m", "serving.api", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        lines: list[str] = []
-        while (found := re.search(r"at (http://\S+)/v1", lines[-1] if lines else "")) is None:
-            lines.append(process.stdout.readline())
-            if not lines[-1]:
-                raise UserError(f"the server ended before it listened: {' '.join(lines)}")
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

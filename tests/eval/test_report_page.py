@@ -15,13 +15,14 @@ from eval.plan.config import PlanConfig
 from eval.plan.job import run as run_plan
 from eval.report.page import engines_page
 from jobs.config import TargetConfig
+from scripts.server_process import ROOT
 from tests.support import tiny_folders as tiny
 from tests.support.examinations import doctor_config, examined, healthy
 from tests.support.page_checks import faults, opened
 from tests.support.simulated_engines import GAINS, engine_row
 from tests.support.simulated_records import PROVENANCE
 from tests.support.tiers import tiered
-from tests.support.web_page import ROOT, chromium_browser
+from tests.support.web_page import chromium_browser
 
 pytestmark = pytest.mark.usefixtures("drawn")
 

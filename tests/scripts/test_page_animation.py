@@ -101,7 +101,7 @@ def test_errors_of_the_page_end_the_recording(
     given = {"target": str(embedded_target), "tokens": 8}
     with pytest.raises(UserError, match="the page shows an error: .*the prompt is empty"):
         run(Options(**given, prompt=" ", out=str(tmp_path / "page.gif")))
-    with pytest.raises(UserError, match="the page did not start: .*nowhere"):
+    with pytest.raises(UserError, match="serving.web ended before it listened: .*nowhere"):
         run(Options(target="nowhere/at all", out=str(tmp_path / "page.gif")))
     with pytest.raises(UserError, match="does not exist. Make it first"):
         run(Options(**given, out=str(tmp_path / "missing" / "page.gif")))

@@ -3,6 +3,7 @@
 Screenshots are left in build/web/.
 """
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.web_page import DESKTOP, PHONE, ROOT, Server, Visitor, chromium_browser, serve
+from scripts.server_process import ROOT, ServerProcess
+from tests.support.web_page import DESKTOP, PHONE, Visitor, chromium_browser, serve
 
 pytestmark = pytest.mark.long
 
@@ -22,7 +24,7 @@ LONG, MOST = 150, 400  # tokens
 
 
 @pytest.fixture(scope="module")
-def server(gradio: None, embedded_target: Path) -> Iterator[Server]:
+def server(gradio: None, embedded_target: Path) -> Iterator[ServerProcess]:
     """Show the embedded target with two drafters: prompt lookup, and the target itself."""
     itself = f"{{use: {embedded_target}, name: itself, stopping: fixed}}"
     arguments = (f"drafters=[prompt_lookup,{itself}]", f"max_new_tokens={MOST}", "max_waiting=2")
@@ -37,7 +39,7 @@ def browser(chromium: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def visitor(browser: Any, server: Server) -> Iterator[Visitor]:
+def visitor(browser: Any, server: ServerProcess) -> Iterator[Visitor]:
     """Open the page; at its end, check for script errors and requests to other servers."""
     found = Visitor.arrive(browser, server.url)
     yield found
@@ -55,7 +57,9 @@ def finished(visitor: Visitor, prompt: str = PROMPT) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_a_prompt_streams_into_two_equal_panes(size: dict[str, int], browser: Any, server: Server):
+def test_a_prompt_streams_into_two_equal_panes(
+    size: dict[str, int], browser: Any, server: ServerProcess
+):
     visitor = Visitor.arrive(browser, server.url, size)
     visitor.type(ENDLESS)
     visitor.set_number("Tokens", LONG)
@@ -121,7 +125,9 @@ def test_stop_ends_the_text_and_frees_the_slot(visitor: Visitor):
     assert finished(visitor)[0], "the next run is served"
 
 
-def test_a_browser_that_leaves_frees_the_slot(browser: Any, server: Server, visitor: Visitor):
+def test_a_browser_that_leaves_frees_the_slot(
+    browser: Any, server: ServerProcess, visitor: Visitor
+):
     leaving = Visitor.arrive(browser, server.url)
     leaving.type(ENDLESS)
     leaving.set_number("Tokens", MOST)
@@ -132,7 +138,7 @@ def test_a_browser_that_leaves_frees_the_slot(browser: Any, server: Server, visi
     assert finished(visitor)[0]
 
 
-def test_visitors_queue(browser: Any, server: Server, visitor: Visitor):
+def test_visitors_queue(browser: Any, server: ServerProcess, visitor: Visitor):
     other = Visitor.arrive(browser, server.url)
     for one, prompt in ((visitor, ENDLESS), (other, PROMPT)):
         one.type(prompt)
@@ -150,7 +156,7 @@ def test_visitors_queue(browser: Any, server: Server, visitor: Visitor):
 
 
 def test_another_press_replaces_a_run_that_decodes_or_waits(
-    browser: Any, server: Server, visitor: Visitor
+    browser: Any, server: ServerProcess, visitor: Visitor
 ):
     text, _ = finished(visitor)
     visitor.set_number("Tokens", MOST)
@@ -210,7 +216,7 @@ def test_text_is_shown_and_not_run(visitor: Visitor):
     assert visitor.page.locator(".sd-text img").count() == 0
 
 
-def test_large_requests_and_files_are_refused(server: Server):
+def test_large_requests_and_files_are_refused(server: ServerProcess):
     large = httpx2.post(f"{server.url}/gradio_api/queue/join", content=b"x" * (2 << 20))
     assert large.status_code == 413 and "at most" in large.text
     files = {"files": ("a.txt", b"text")}
@@ -221,5 +227,5 @@ def test_large_requests_and_files_are_refused(server: Server):
 def test_ctrl_c_ends_the_job(gradio: None, embedded_target: Path):
     with serve(f"target.path={embedded_target}") as found:
         assert httpx2.get(found.url).status_code == 200
-        status, rest = found.stop()
-    assert status == 0 and rest.strip().endswith("stopped") and "Traceback" not in rest
+        status, printed = found.end(signal.SIGINT)
+    assert status == 0 and printed.strip().endswith("stopped") and "Traceback" not in printed

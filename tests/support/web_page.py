@@ -1,61 +1,21 @@
 """The web page as a visitor sees it: the job in a process, and its page in headless Chromium."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.server_process import ServerProcess, run_server
+
 PATIENCE_MS = 120_000
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 420, "height": 900}
 
 
-@dataclass
-class Server:
-    """A running job."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-    def stop(self) -> tuple[int, str]:
-        """Interrupt the job like Ctrl-C; return its exit status and the rest of its output."""
-        self.process.send_signal(signal.SIGINT)
-        rest, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, rest
-
-
-@contextmanager
-def serve(*arguments: str) -> Iterator[Server]:
+def serve(*arguments: str) -> AbstractContextManager[ServerProcess]:
     """Run `python -m serving.web` with these arguments on a free port, until the block ends."""
-    command = [sys.executable, "-m", "serving.web", *arguments, "port=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    shown: list[str] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            shown.append(line)
-            if found := re.search(r"http://[\w.:\[\]]+", line):
-                yield Server(process, found[0])
-                return
-        raise AssertionError(f"the job ended: {''.join(shown)}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    return run_server("serving.web", *arguments, environment={"OMP_NUM_THREADS": "1"})
 
 
 @contextmanager
