@@ -45,59 +45,11 @@ def make_app(demo: Demo, cfg: WebConfig) -> FastAPI:
 
 def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
     """Return the page: a prompt, the choices, both panes."""
-    choices = demo.models.choices
-    first = next(iter(choices))
-    longest = cfg.max_new_tokens
-
-    def begin(request: gr.Request, *chosen: Any) -> int:
-        with shown_errors():
-            demo.check(ask_of(*chosen))  # now, not after the visitors before
-        return visits.begin(str(request.session_hash))
-
-    def run(request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
-        session = str(request.session_hash)
-        stop = visits.stop_of(session, number)
-        yield empty_html(WAITING)
-        try:
-            with shown_errors():
-                for state in demo.answer(ask_of(*chosen), stop):
-                    yield race_html(state)
-        finally:
-            stop.set()
-            visits.end(session, number)
-
-    def offer(name: Any) -> gr.Dropdown:
-        with shown_errors():
-            check_choice("drafter", name, list(choices))
-        return gr.Dropdown(_offered(demo, name), value=_offered(demo, name)[0][1])
-
-    def stop(request: gr.Request) -> None:
-        visits.stop(str(request.session_hash))
-
-    def leave(request: gr.Request) -> None:
-        visits.leave(str(request.session_hash))
-
+    calls = Calls(demo, visits)
     with gr.Blocks(title="Shallow Draft", analytics_enabled=False, fill_width=True) as page:
         gr.Markdown(f"## Shallow Draft\n{demo.models.about}")
-        prompt = gr.Textbox(
-            label="Prompt",
-            placeholder=PROMPT,
-            lines=2,
-            max_lines=8,
-            max_length=cfg.max_prompt_characters,
-            autofocus=True,
-        )
-        with gr.Row():
-            drafter = gr.Dropdown(list(choices), value=first, label="Drafter", min_width=180)
-            schedule = gr.Dropdown(
-                _offered(demo, first), value=_offered(demo, first)[0][1], label="Schedule",
-                min_width=180,
-            )  # fmt: skip
-            temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", min_width=180)
-            tokens = gr.Slider(
-                1, longest, min(DEFAULT_TOKENS, longest), step=1, label="Tokens", min_width=180
-            )
-            seed = gr.Number(cfg.seed, label="Seed", precision=0, minimum=0, min_width=100)
+        chosen = _add_choices(demo, cfg)
+        prompt, drafter, schedule, *_ = chosen
         with gr.Row():
             run_button = gr.Button("Run", variant="primary")
             stop_button = gr.Button("Stop", variant="stop")
@@ -105,21 +57,85 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
         # sent with each run; a gr.State would be read only when the run has its turn
         number = gr.Number(0, visible=False)
 
-        chosen = [prompt, drafter, schedule, temperature, tokens, seed]
         apart: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
         # values as they were sent: `Demo.check` names what is wrong with them, Gradio would not
         apart |= {"api_visibility": "private", "preprocess": False}
-        drafter.change(offer, drafter, schedule, **apart)
+        drafter.change(calls.offer, drafter, schedule, **apart)
         # in the queue, whose errors are shown, but without waiting for the runs in it
         at_once: dict[str, Any] = {**apart, "queue": True, "concurrency_limit": None}
-        begun = gr.on([run_button.click, prompt.submit], begin, chosen, number, **at_once)
+        pressed = [run_button.click, prompt.submit]
+        begun = gr.on(pressed, calls.begin, chosen, number, **at_once)
         # by default Gradio ignores a run that is begun while another one waits or decodes
         alone: dict[str, Any] = {"concurrency_limit": 1, "trigger_mode": "multiple"}
         alone |= {"api_visibility": "private", "preprocess": False}
-        begun.success(run, [number, *chosen], panes, **alone)
-        stop_button.click(stop, None, None, **apart)
-        page.unload(leave)
+        begun.success(calls.run, [number, *chosen], panes, **alone)
+        stop_button.click(calls.stop, None, None, **apart)
+        page.unload(calls.leave)
     return page
+
+
+class Calls:
+    """What the controls of the page call, for the session of a request."""
+
+    def __init__(self, demo: Demo, visits: Visits) -> None:
+        self.demo, self.visits = demo, visits
+
+    def begin(self, request: gr.Request, *chosen: Any) -> int:
+        """Check a visitor's choices, and return the number of the run that they begin."""
+        with shown_errors():
+            self.demo.check(ask_of(*chosen))  # now, not after the visitors before
+        return self.visits.begin(str(request.session_hash))
+
+    def run(self, request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
+        """Yield the panes of a run; nothing is decoded if its visitor has begun another."""
+        session = str(request.session_hash)
+        stop = self.visits.stop_of(session, number)
+        yield empty_html(WAITING)
+        try:
+            with shown_errors():
+                for state in self.demo.answer(ask_of(*chosen), stop):
+                    yield race_html(state)
+        finally:
+            stop.set()
+            self.visits.end(session, number)
+
+    def offer(self, name: Any) -> gr.Dropdown:
+        """Return the schedules that fit a drafter."""
+        with shown_errors():
+            check_choice("drafter", name, list(self.demo.models.choices))
+        fitting = _offered(self.demo, name)
+        return gr.Dropdown(fitting, value=fitting[0][1])
+
+    def stop(self, request: gr.Request) -> None:
+        """Stop the session's run."""
+        self.visits.stop(str(request.session_hash))
+
+    def leave(self, request: gr.Request) -> None:
+        """Stop the run of a visitor who has left."""
+        self.visits.leave(str(request.session_hash))
+
+
+def _add_choices(demo: Demo, cfg: WebConfig) -> list[Any]:
+    """Add the prompt and the choices to the page, and return them in the order of `Ask`."""
+    choices, longest = list(demo.models.choices), cfg.max_new_tokens
+    fitting = _offered(demo, choices[0])
+    prompt = gr.Textbox(
+        label="Prompt",
+        placeholder=PROMPT,
+        lines=2,
+        max_lines=8,
+        max_length=cfg.max_prompt_characters,
+        autofocus=True,
+    )
+    wide: dict[str, Any] = {"min_width": 180}
+    with gr.Row():
+        drafter = gr.Dropdown(choices, value=choices[0], label="Drafter", **wide)
+        schedule = gr.Dropdown(fitting, value=fitting[0][1], label="Schedule", **wide)
+        temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", **wide)
+        shown = min(DEFAULT_TOKENS, longest)
+        tokens = gr.Slider(1, longest, shown, step=1, label="Tokens", **wide)
+        seed = gr.Number(cfg.seed, label="Seed", precision=0, minimum=0, min_width=100)
+    return [prompt, drafter, schedule, temperature, tokens, seed]
 
 
 @contextmanager
