@@ -4,7 +4,7 @@
 
 A prompt is decoded by the target alone and with the drafter, side by side, on this machine; the
 animation runs at the speed of the decoding. It needs Playwright and Gradio (pip install
-'shallow-draft[web,browser]') and a Chromium, such as Debian's package. Pictures cost processor
+-e '.[web,browser]') and a Chromium, such as Debian's package. Pictures cost processor
 time, so the speeds on the page are somewhat lower than without them.
 """
 
@@ -67,7 +67,7 @@ def check(options: Options) -> Path:
     """Return the path of Chromium. Raises UserError for what is missing, and for wrong values."""
     for module, extra in (("playwright", "browser"), ("gradio", "web")):
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"{module} is not installed. Run pip install 'shallow-draft[{extra}]'.")
+            raise UserError(f"{module} is not installed. Run pip install -e '.[{extra}]'.")
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         raise UserError(

@@ -61,8 +61,8 @@ def test_a_large_animation_gets_fewer_colours_and_pictures() -> None:
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("playwright", r"playwright is not installed. Run pip install 'shallow-draft\[browser\]'"),
-        ("gradio", r"gradio is not installed. Run pip install 'shallow-draft\[web\]'"),
+        ("playwright", r"playwright is not installed. Run pip install -e '\.\[browser\]'"),
+        ("gradio", r"gradio is not installed. Run pip install -e '\.\[web\]'"),
         ("", "none of chromium, chromium-browser, google-chrome is on the PATH"),
     ],
 )
