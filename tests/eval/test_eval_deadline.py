@@ -1,6 +1,5 @@
 """`max_seconds` of eval.run: the prompts that fit, the same for every row, with a minimum."""
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -12,7 +11,7 @@ from decoding.errors import UserError
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.measure.deadline import Deadline
 from eval.measure.measurement import Bench
-from eval.measure.records import Arm, Condition, Record, read_records
+from eval.measure.records import Arm, Condition, Record, read_records, write_records
 from eval.measure.session import Session
 from eval.measure.setup import load
 from eval.run import run
@@ -175,9 +174,7 @@ def test_a_resumed_run_counts_earlier_time_and_finishes_its_prompt(home, clock):
     whole = measured(home, clock, "resumed")
     cut = [record for record in whole if (record.unit, record.temperature) != (8, 1.0)]
     assert len(cut) == len(whole) - 2
-    (home / "resumed" / "records.jsonl").write_text(
-        "".join(json.dumps(vars(record)) + "\n" for record in cut)
-    )
+    write_records(home / "resumed" / "records.jsonl", cut)
     before = clock.now
     assert prompts_of(measured(home, clock, "resumed")) == prompts_of(whole)
     assert clock.now == before + 2
@@ -216,8 +213,7 @@ def test_the_progress_has_one_total_and_reaches_it(home, clock, capsys, monkeypa
     whole = measured(home, clock, "counted", max_seconds=0.0)
     shown = progress_of(capsys.readouterr().err)
     assert shown == [f"{done}/{batches}" for done in range(1, batches + 1)]
-    half = [json.dumps(vars(record)) + "\n" for record in whole[: len(whole) // 2]]
-    (home / "counted" / "records.jsonl").write_text("".join(half))
+    write_records(home / "counted" / "records.jsonl", whole[: len(whole) // 2])
     measured(home, clock, "counted", max_seconds=0.0)
     shown = progress_of(capsys.readouterr().err)
     assert shown[-1] == f"{batches}/{batches}" and len(shown) < batches
