@@ -109,7 +109,7 @@ def test_a_single_run_makes_a_report(runs):
     assert {line["run"] for line in lines(folder)} == {"eval.run"}
     assert {path.name for path in (folder / "plots").iterdir()} == {
         f"{kind}_{place}.png"
-        for kind in ("depth", "acceptance", "pareto")
+        for kind in ("depth", "depths", "acceptance", "pareto")
         for place in ("greedy", "temperature_1_token_verification")
     }
 
@@ -206,7 +206,7 @@ def test_weights_and_biases_holds_the_comparison_offline(runs):
     assert (
         len(list(offline.glob("files/media/images/plots/*.png")))
         == len(list((folder / "plots").glob("*.png")))
-        == 8
+        == 10
     )
 
 
