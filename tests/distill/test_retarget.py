@@ -1,6 +1,7 @@
 """Re-targeting: the stages of its experiment, and a head through all of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def test_a_head_is_retargeted_from_the_command_line(tmp_path: Path) -> None:
     model = planted.noisy(planted.MODELS / "target", 0.05)
     model.config.max_position_embeddings = 512  # the recipe's answers have up to 192 tokens
     tuned = planted.write_model(tmp_path / "tuned", model)
+    old = Path(shutil.copytree(planted.MODELS / "eagle3", tmp_path / "old"))
+    shape = json.loads((old / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (old / "config.json").write_text(json.dumps(shape))
     prompts = planted.write_prompts(tmp_path / "prompts.jsonl", planted.shuffled())
     succeed(
         "heads.train",
@@ -56,7 +60,7 @@ def test_a_head_is_retargeted_from_the_command_line(tmp_path: Path) -> None:
         "+experiment=retarget",
         f"target.path={tuned}",
         "target.device=cpu",
-        f"from_drafter={planted.MODELS / 'eagle3'}",
+        f"from_drafter={old}",
         f"data.chats=[{planted.write_chats(tmp_path / 'chats.json')}]",
         "data.max_length=256",
         f"held_out.prompts={prompts}",

@@ -94,10 +94,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def measured(cfg: EvalConfig, home: Path) -> Path:
-    """Measure greedily with a tiny target, two tokens a turn; return the run folder."""
+def measured(cfg: EvalConfig, home: Path, folder: str) -> Path:
+    """Measure greedily with a tiny target, two tokens a turn; return the run folder in `home`."""
     cfg.target.path, cfg.target.device = str(home / "target"), "cpu"
-    cfg.drafters, cfg.output_dir = [str(home / "shallow")], str(home / cfg.benchmark.name)
+    cfg.drafters, cfg.output_dir = [str(home / "shallow")], str(home / folder)
     cfg.max_new_tokens, cfg.temperatures, cfg.bootstrap_resamples = 2, [0.0], 50
     cfg.prompt_lookup_control, cfg.threads, cfg.timing_repeats = False, 1, 1
     return run(cfg)
@@ -107,7 +107,7 @@ def measured(cfg: EvalConfig, home: Path) -> Path:
 @pytest.mark.parametrize("name", ["mt_bench", "humaneval"])
 def test_a_row_counts_every_published_prompt(name: str, shared_data: Path, wide: Path):
     """Decode all prompts of the real file, both turns where there are two."""
-    folder = measured(configured(shared_data, name, *ALL), wide)
+    folder = measured(configured(shared_data, name, *ALL), wide, name)
     _, prompts, turns = WHOLE[name]
     [row] = read_rows(folder / "results.jsonl")
     assert row.prompts == prompts
@@ -118,6 +118,6 @@ def test_a_row_counts_every_published_prompt(name: str, shared_data: Path, wide:
 
 def test_a_part_of_a_published_benchmark_is_named_in_the_report(shared_data: Path, wide: Path):
     part = ("max_prompts=5", "sweep=[]", "num_draft_tokens=[4]")
-    folder = measured(configured(shared_data, "humaneval", *part), wide)
+    folder = measured(configured(shared_data, "humaneval", *part), wide, "part")
     page = (folder / "report.html").read_text()
     assert "159 of the 164 prompts that HumanEval has as published." in page

@@ -7,13 +7,14 @@ same tokens as alone (tests/decoding/test_law_of_overlap.py).
 """
 
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 
 import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Drafter, Target
+from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules import by_name
@@ -92,9 +93,12 @@ def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
     passed, tested: accepted and tested tokens of each row in that round.
     """
     mine = copy(batch)
-    mine.target, mine.drafter = copy(batch.target), copy(batch.drafter)
-    if isinstance(mine.drafter, ChainDrafter):
-        mine.drafter.model = copy(mine.drafter.model)
+    if isinstance(batch.target, NativeTarget):  # whose caches a shallow copy would share
+        mine.target, mine.drafter = deepcopy((batch.target, batch.drafter))
+    else:
+        mine.target, mine.drafter = copy(batch.target), copy(batch.drafter)
+        if isinstance(mine.drafter, ChainDrafter):
+            mine.drafter.model = copy(mine.drafter.model)
     keep(mine, places)
     if isinstance(mine, PearlPlus):
         mine.overall, mine.first, mine.next = copy(mine.overall), copy(mine.first), copy(mine.next)
