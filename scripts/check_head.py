@@ -30,7 +30,7 @@ from decoding.rounds.settings import Settings
 from heads.export import form_of
 from heads.registry import kind_in
 from jobs.paths import resolve_model
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 from training.data.packing import Sample
 from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
@@ -140,16 +140,13 @@ def main() -> None:
     show_usage(__doc__)
     if len(sys.argv) not in (2, 3):
         sys.exit(f"usage: python {sys.argv[0]} HEAD [TARGET]")
-    try:
-        head, *targets = (resolve_model(name) for name in sys.argv[1:])
-        if not targets:
-            check_form(head)
-        for target in targets:
-            read_config(target)
-            check_folder(head, target)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    head, *targets = (resolve_model(name) for name in sys.argv[1:])
+    if not targets:
+        check_form(head)
+    for target in targets:
+        read_config(target)
+        check_folder(head, target)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

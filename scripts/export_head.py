@@ -13,10 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decoding.errors import UserError
 from heads.export import export
 from jobs.paths import resolve_model
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 
 
 def main() -> None:
@@ -25,13 +24,10 @@ def main() -> None:
     if len(sys.argv) not in (4, 5):
         sys.exit(f"usage: python {sys.argv[0]} HEAD LAYOUT OUT [TARGET]")
     head, layout, out, *targets = sys.argv[1:]
-    try:
-        target = resolve_model(targets[0]) if targets else None
-        notes = export(resolve_model(head), layout, Path(out), target)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    target = resolve_model(targets[0]) if targets else None
+    notes = export(resolve_model(head), layout, Path(out), target)
     print("\n".join([f"{out} has the layout {layout}", *notes]))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

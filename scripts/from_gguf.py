@@ -30,7 +30,7 @@ from decoding.models.paths import exists
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.models.text.tokenizer_repair import SETTINGS
 from jobs.files import disk_error, save_tensors, write_text
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 
 DTYPE = "bfloat16"
 SOURCE = "gguf.json"
@@ -96,12 +96,9 @@ def main() -> None:
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} MODEL.gguf FOLDER [{' | '.join(DTYPES)}]")
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    try:
-        convert(source, folder, *sys.argv[3:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    convert(source, folder, *sys.argv[3:])
     print(f"{folder}: the model of {source.name}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,7 +28,7 @@ from decoding.models.text.tokenizer import load_tokenizer
 from distill.drafter_folder import format_readme
 from jobs.files import write_text
 from jobs.paths import resolve_model
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 from training.config import DataConfig
 from training.data.from_config import read_samples
 from training.data.packing import best_fit, collate
@@ -138,10 +138,7 @@ def main() -> None:
     show_usage(__doc__)
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [CHATS.json]")
-    try:
-        found = export(resolve_model(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    found = export(resolve_model(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     print(
         f"{sys.argv[2]}: on {found.states:,} held-out states the likeliest token is the same in "
         f"{found.same_argmax:.3%}; the other tokens get {found.mean_mass:.1e} of the probability, "
@@ -150,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

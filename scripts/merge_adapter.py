@@ -34,7 +34,7 @@ from decoding.models.paths import exists
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.files import disk_error, save_tensors, write_text
 from jobs.paths import resolve_model
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 
 CONFIG, WEIGHTS, SOURCE = "adapter_config.json", "adapter_model.safetensors", "merged_adapter.json"
 RENAMED = "--renamed"
@@ -244,14 +244,11 @@ def main() -> None:
     given = [argument for argument in sys.argv[1:] if argument != RENAMED]
     if len(given) not in (2, 3):
         sys.exit(f"usage: python {sys.argv[0]} ADAPTER FOLDER [BASE] [{RENAMED}]")
-    try:
-        adapter = read_adapter(Path(given[0]))
-        base = base_of(adapter, given[2] if len(given) == 3 else "", RENAMED in sys.argv)
-        changed = merge(adapter, base, Path(given[1]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    adapter = read_adapter(Path(given[0]))
+    base = base_of(adapter, given[2] if len(given) == 3 else "", RENAMED in sys.argv)
+    changed = merge(adapter, base, Path(given[1]))
     print(f"{given[1]}: {base} with {changed} tensors changed by {given[0]}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

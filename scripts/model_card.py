@@ -16,12 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from omegaconf import MISSING
 
-from decoding.errors import UserError
 from eval.report.model_card import FIGURES, README, make_card
 from eval.statistics.comparison.evaluations import find_runs
 from jobs.files import disk_error, write_text
-from scripts.options import describe_options, read_options
-from scripts.usage import show_usage
+from scripts.options import run_with_options
 
 PLOT = re.compile(r"\d+\.png")
 
@@ -61,14 +59,5 @@ def run(options: Options) -> str:
     return f"{folder / README}: {len(runs)} evaluations, {len(made.figures)} plots"
 
 
-def main() -> None:
-    """Run with the options on the command line."""
-    show_usage(describe_options(__doc__, Options))
-    try:
-        print(run(read_options(Options, sys.argv[1:])))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_with_options(run, Options, __doc__)

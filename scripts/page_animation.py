@@ -29,9 +29,8 @@ from decoding.errors import UserError
 from jobs.files import write_bytes
 from jobs.paths import name_anywhere
 from jobs.syntax import quoted
-from scripts.options import describe_options, read_options
+from scripts.options import run_with_options
 from scripts.server_process import run_server
-from scripts.usage import show_usage
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 960, 900  # of the window; the pictures end below the panes
@@ -193,14 +192,5 @@ def run(options: Options) -> str:
     return f"{out}: {len(pictures)} pictures of {lasts:.1f} s, {len(content):,} bytes"
 
 
-def main() -> None:
-    """Run with the options on the command line."""
-    show_usage(describe_options(__doc__, Options))
-    try:
-        print(run(read_options(Options, sys.argv[1:])))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_with_options(run, Options, __doc__)

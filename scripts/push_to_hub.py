@@ -33,8 +33,7 @@ from distill.drafter_folder import MOVED
 from eval.report.model_card import FIGURES, README, hashes_of, make_card, without_folders
 from eval.statistics.comparison.evaluations import find_runs
 from jobs.paths import name_anywhere
-from scripts.options import describe_options, read_options
-from scripts.usage import show_usage
+from scripts.options import run_with_options
 
 # Files of a model folder; others stay here and are listed.
 KINDS = re.compile(
@@ -298,14 +297,5 @@ def run(options: Options) -> str:
         return f"uploaded: {push(options, staging)}"
 
 
-def main() -> None:
-    """Run with the options on the command line."""
-    show_usage(describe_options(__doc__, Options))
-    try:
-        print(run(read_options(Options, sys.argv[1:])))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_with_options(run, Options, __doc__)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decoding.errors import UserError
 from decoding.models.gguf.writer import DTYPES, write_gguf
 from jobs.paths import resolve_model
+from scripts.usage import run_script
 
 
 def main() -> None:
@@ -24,13 +24,10 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="file to write")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of matrices")
     arguments = parser.parse_args()
-    try:
-        for note in write_gguf(resolve_model(arguments.folder), arguments.path, arguments.dtype):
-            print(f"note: {note}", file=sys.stderr)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    for note in write_gguf(resolve_model(arguments.folder), arguments.path, arguments.dtype):
+        print(f"note: {note}", file=sys.stderr)
     print(arguments.path)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from decoding.errors import UserError
 from jobs.paths import resolve_model
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 from serving.engines.conversion import export_openvino
 from serving.engines.registry import python_of
 
@@ -24,13 +23,10 @@ def main() -> None:
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python {sys.argv[0]} FOLDER OUT [PYTHON]")
     folder, path = sys.argv[1], Path(sys.argv[2])
-    try:
-        python = python_of("openvino", {"openvino": "".join(sys.argv[3:])})
-        export_openvino(resolve_model(folder), path, Path(python))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    python = python_of("openvino", {"openvino": "".join(sys.argv[3:])})
+    export_openvino(resolve_model(folder), path, Path(python))
     print(path)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

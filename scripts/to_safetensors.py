@@ -19,7 +19,7 @@ import torch
 from decoding.errors import UserError
 from decoding.models.folder import INDEX, WEIGHTS, read_json
 from jobs.files import save_tensors, write_text
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -115,11 +115,8 @@ def main() -> None:
     show_usage(__doc__)
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} FOLDER")
-    try:
-        print(convert(Path(sys.argv[1])))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    print(convert(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,6 +1,9 @@
-"""Usage of a script: its docstring."""
+"""How scripts begin and end: their usage, and a user error in one line."""
 
 import sys
+from collections.abc import Callable
+
+from decoding.errors import UserError
 
 
 def show_usage(docstring: str | None) -> None:
@@ -8,3 +11,11 @@ def show_usage(docstring: str | None) -> None:
     if {"--help", "-h"} & {*sys.argv[1:]}:
         print((docstring or "").strip())
         sys.exit()
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script, and end it with one line for a user error."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

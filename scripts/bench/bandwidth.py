@@ -28,6 +28,7 @@ from decoding.costs.roofline import ForwardBudget, forward_budget
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from scripts.bench.random_models import llama, random_target
+from scripts.usage import run_script
 from training.models.build import dtype_of
 
 
@@ -115,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,11 +24,12 @@ from eval.config import EvalConfig
 from eval.statistics.schema import Row, read_rows
 from jobs.config import ParallelConfig, plain, typed
 from jobs.files import write_text
-from jobs.help import field_docs
 from jobs.malloc import keep_memory
 from jobs.paths import resolve, resolve_model
 from jobs.run_folder import git_revision, hardware, versions
 from scripts.bench.padded import SAME_LOSS, agree
+from scripts.options import describe_options
+from scripts.usage import show_usage
 from training.config import LoopConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_chats, read_prompts
@@ -62,9 +63,7 @@ def read_options(schema: type[Schema], **choices: Collection[str]) -> Schema:
 
     `--help` prints the usage and exits, as does an error. choices: option -> its allowed values.
     """
-    if {"--help", "-h"} & {*sys.argv[1:]}:
-        print(usage(schema))
-        sys.exit()
+    show_usage(describe_options(sys.modules[schema.__module__].__doc__, schema))
     keep_memory()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     given = OmegaConf.from_cli()
@@ -81,25 +80,6 @@ def read_options(schema: type[Schema], **choices: Collection[str]) -> Schema:
             sys.exit(f"error: {key} {verb} '{unknown}', expected {some} of {', '.join(allowed)}")
     torch.set_num_threads(int(getattr(chosen, "threads")))  # noqa: B009
     return chosen
-
-
-def usage(schema: type[Any]) -> str:
-    """Return the script's docstring, and every option with its default and meaning."""
-    shown = {
-        key: str(value).lower() if isinstance(value, bool) else str(value)
-        for key, value in plain(schema()).items()
-    }
-    lines = [f"  {f'{key}={shown[key]}':<32}  {doc}" for key, doc in field_docs(schema).items()]
-    about = (sys.modules[schema.__module__].__doc__ or "").strip()
-    return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
-
-
-def run_script(main: Callable[[], None]) -> None:
-    """Run a benchmark and report a user error in one line."""
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
 
 
 # ------------------------------------------------------------------------------------- measurement

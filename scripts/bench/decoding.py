@@ -38,6 +38,7 @@ from decoding.rounds.settings import Settings
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
+from scripts.usage import run_script
 from training.data.chat import render_prompt
 from training.data.readers import read_prompts
 from training.models.build import dtype_of
@@ -216,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -42,6 +42,7 @@ from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.part_journal import Difference, PartJournal, paired
 from scripts.bench.students import StudentOptions, Students, prune_config
+from scripts.usage import run_script
 from training.config import DataConfig, HeldOutConfig, StudentConfig
 from training.data.packing import Sample
 from training.drafter_folder import write_model
@@ -283,4 +284,4 @@ def mean_figures(by_seed: BySeed) -> dict[str, dict[str, float | None]]:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -26,6 +26,7 @@ from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
 from scripts.bench.padded import both_losses, trainer_rate
 from scripts.bench.trl_gkd import gkd_rate
+from scripts.usage import run_script
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
 from training.models.build import dtype_of, load_causal_lm
@@ -101,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

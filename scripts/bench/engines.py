@@ -28,6 +28,7 @@ from eval.statistics.schema import read_all_rows
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
+from scripts.usage import run_script
 from serving.engines.registry import OURS
 
 ENGINES = ("ours", "hf", "vllm", "llama_cpp", "openvino")
@@ -154,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

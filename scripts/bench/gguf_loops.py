@@ -39,6 +39,7 @@ from eval.statistics.metrics import paired_bootstrap
 from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.engines import check_idle
+from scripts.usage import run_script
 from serving.engines.conversion import prepare
 from serving.engines.interface import EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
@@ -246,4 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

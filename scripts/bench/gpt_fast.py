@@ -25,6 +25,7 @@ from decoding.errors import UserError
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from scripts.bench.gpu_decode import REAL, TOY, Sizes
+from scripts.usage import run_script
 
 RUNS = 3
 
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

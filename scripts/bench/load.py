@@ -39,6 +39,7 @@ from scripts.bench import common
 from scripts.bench.served_models import ServedOptions, load_engine
 from scripts.bench.vllm_file import format_file, speculative_config
 from scripts.server_process import run_server
+from scripts.usage import run_script
 
 PLAIN = "plain"
 TABLE = "{} by batch"  # of a drafter, with its table
@@ -359,4 +360,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

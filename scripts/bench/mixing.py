@@ -34,6 +34,7 @@ from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
 from scripts.bench.part_journal import PartJournal, paired_figures
+from scripts.usage import run_script
 from training.config import DataConfig, DomainConfig, StudentConfig
 from training.data.from_config import sample_evenly
 from training.data.mixture import MixedData
@@ -224,4 +225,4 @@ def collect_figures(journal: PartJournal, references: dict[str, float]) -> dict[
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -40,6 +40,7 @@ from decoding.stopping.base import Fixed
 from jobs.paths import resolve_model
 from scripts.bench import common
 from scripts.bench.common import BenchOptions
+from scripts.usage import run_script
 
 Sides = dict[str, Callable[[], float]]  # name -> a measurement in milliseconds
 
@@ -213,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

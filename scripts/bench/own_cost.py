@@ -24,6 +24,7 @@ from eval.config import BenchmarkConfig, EvalConfig
 from eval.measure import measurement, session
 from jobs.config import TargetConfig
 from scripts.bench import common
+from scripts.usage import run_script
 
 GOAL = 0.02  # own cost over decoding
 # part -> the functions whose seconds it takes, each with the module that calls it
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

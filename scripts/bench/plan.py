@@ -35,6 +35,7 @@ from eval.plan.curves import CHAIN, Curve, collect
 from eval.statistics.schema import Row
 from jobs.config import TargetConfig, plain
 from scripts.bench import common
+from scripts.usage import run_script
 from training.models.build import target_config
 
 MEDIAN_GOAL, WORST_GOAL = 0.10, 0.20
@@ -257,4 +258,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

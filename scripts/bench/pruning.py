@@ -37,6 +37,7 @@ from jobs.paths import resolve, resolve_model
 from scripts.bench import common
 from scripts.bench.part_journal import PartJournal, paired_figures
 from scripts.bench.students import StudentOptions, Students, prune_config
+from scripts.usage import run_script
 from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.readers import read_prompts
 from training.drafter_folder import write_model
@@ -220,4 +221,4 @@ def least_costs(journal: PartJournal) -> dict[str, dict[str, dict[str, float]]]:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

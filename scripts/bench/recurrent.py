@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench import common, recurrent_generation, recurrent_rounds, recurrent_training
 from scripts.bench.common import BenchOptions
+from scripts.usage import run_script
 
 
 @dataclass
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -40,6 +40,7 @@ from scripts.bench.common import BenchOptions
 from scripts.bench.part_journal import PartJournal
 from scripts.bench.recurrent_generation import race_drafters, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench, Objective
+from scripts.usage import run_script
 from training.config import DataConfig
 from training.data.packing import PackedData
 from training.data.readers import read_chats
@@ -289,4 +290,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -27,6 +27,7 @@ from eval.logged.texts import LoggedText
 from jobs.drafter_use import DrafterUse
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
+from scripts.usage import run_script
 from training.data.chat import choose_rendering, render_prompt, render_text
 from training.data.readers import read_prompts
 
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -27,6 +27,7 @@ from eval.report.page import Provenance, evaluation_page
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import DrafterFacts, RunFacts
 from scripts.bench import common
+from scripts.usage import run_script
 
 SECONDS, MEGABYTES = 20.0, 1000.0  # goals for 10,000 prompts
 # name -> acceptance rate and milliseconds of a draft step
@@ -184,4 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

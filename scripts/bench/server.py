@@ -25,6 +25,7 @@ from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from scripts.bench import common
 from scripts.bench.served_models import ServedOptions, load_engine
+from scripts.usage import run_script
 from serving.api.config import ApiConfig
 from serving.api.keys import Keys
 from serving.api.service import make_service
@@ -150,4 +151,4 @@ def read_stream(client: httpx2.Client, url: str, body: dict[str, object]) -> str
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

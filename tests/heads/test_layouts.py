@@ -18,6 +18,7 @@ from heads.eagle.checkpoint import load_head, read_head_config
 from heads.export import export, form_of
 from heads.registry import kind_in
 from scripts import check_head, export_head
+from scripts.usage import run_script
 from tests.heads import law_6
 from tests.heads.published import LLAMA3, PLAIN, change, config_of, notes_of, saved
 
@@ -391,7 +392,7 @@ def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
 
 def run(script: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *words: Path | str) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, words)])
-    script()
+    run_script(script)
 
 
 def test_the_scripts_print_the_form(

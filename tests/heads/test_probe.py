@@ -16,6 +16,7 @@ from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from scripts import check_head
+from scripts.usage import run_script
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
 from tests.support import tiny_folders
@@ -193,7 +194,7 @@ def test_the_script_names_what_is_wrong(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["check_head.py", str(head), str(ROOT / target)])
     with pytest.raises(SystemExit) as stopped:
-        check_head.main()
+        run_script(check_head.main)
     assert words in " ".join(str(stopped.value.code).split())
     if "reading" in words:
         assert "6 tensors, all expected, with the right shapes" in capsys.readouterr().out

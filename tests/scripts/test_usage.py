@@ -48,6 +48,29 @@ def test_a_python_script_prints_its_usage(
     assert f"python scripts/{name_of(script)}" in docstring or f"scripts.{script.stem}" in docstring
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "error"),
+    [
+        (
+            "model_card.py",
+            ["folder=x", "licence=mit"],
+            "'licence'; the nearest valid key is 'license'",
+        ),
+        ("model_card.py", ["folder=/nowhere"], "/nowhere.*README.md"),
+        ("to_safetensors.py", ["/nowhere"], "/nowhere has no pytorch_model"),
+        ("bench/teacher_cache.py", ["dtype=float7"], "float7"),
+    ],
+)
+def test_a_user_error_ends_a_script_with_one_line(
+    name: str, words: list[str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match=f"^error: .*{error}") as ended:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    assert "\n" not in str(ended.value.code)
+
+
 @pytest.mark.parametrize("script", SHELL, ids=name_of)
 def test_a_shell_script_prints_its_usage(script: Path, tmp_path: Path) -> None:
     """Run the script where no Python, pip or Slurm can be found."""
