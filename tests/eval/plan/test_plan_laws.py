@@ -282,6 +282,6 @@ def test_runs_without_acceptance_of_a_trained_drafter_give_none(tmp_path: Path):
     assert found == []
     assert len(notes) == 1
     assert "does not hold rows" in notes[0]
-    rows = Path(__file__).parent.parent / "fixtures" / "eval.run" / "results.jsonl"
+    rows = Path(__file__).parents[2] / "fixtures" / "eval.run" / "results.jsonl"
     (tmp_path / "run" / "results.jsonl").write_bytes(rows.read_bytes())
     assert "run is incomplete (FileNotFoundError" in collect([str(tmp_path / "*")])[1][0]

@@ -1,0 +1,189 @@
+"""`eval.plan` as a job: its rows, advice, page and picture."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.costs.prediction import best_gamma, predicted_speedup
+from eval.plan.costs import FILE, MeasuredCosts
+from eval.plan.curves import read_curves, write_curves
+from eval.plan.job import PAGE
+from eval.plan.plots import needed_and_accepted
+from eval.plan.report import advice, notes_of
+from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, ranked
+from jobs.run_files import read_journal_lines
+from tests.support.plans import NAMES, again, config, curve, rows_in
+
+
+def test_without_acceptances_every_drafter_has_its_need(home: Path, capsys: Any):
+    rows = rows_in(home / "planned")
+    assert [row.drafter for row in rows] == NAMES
+    for row in rows:
+        assert row.acceptance == ""
+        assert row.predicted_speedup is None
+        assert [one.speedup for one in row.needs] == [1.0, 1.2]
+        assert row.cost_ratio > 0
+        assert row.V[1] == 1
+        assert row.training_flop == pytest.approx(row.training_hours * 3600 * 1e14)
+    deep, shallow = rows[1], rows[0]
+    assert deep.parameters > shallow.parameters
+    assert deep.training_flop > shallow.training_flop
+    assert deep.memory_bytes > shallow.memory_bytes
+    sizes = {row.drafter: (row.memory_bytes, 4 * row.parameters) for row in rows}
+    assert sizes["medusa"][0] == sizes["medusa"][1], "its heads store nothing of the text"
+    assert sizes["eagle3"][0] > sizes["eagle3"][1], "a control: its layer has keys and values"
+    page = (home / "planned" / PAGE).read_text()
+    assert all(name in page for name in NAMES)
+    assert "needs the least" in page
+
+
+def test_the_needed_acceptance_gives_the_speedup_in_the_plan_too(home: Path):
+    file = home / "planned" / FILE
+    measured = read_journal_lines(file, MeasuredCosts.read).records
+    for row, one in zip(rows_in(home / "planned"), measured, strict=True):
+        for need in row.needs:
+            if need.alpha is not None and need.alpha > 1e-9:
+                assert need.num_draft_tokens is not None
+                found = predicted_speedup([need.alpha], need.num_draft_tokens, one.ratios)
+                assert found == pytest.approx(need.speedup, abs=1e-9)
+
+
+def test_the_best_length_is_the_argmax_over_lengths(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.9), curve(home, "medusa", 0, 0.6)])
+    rows = rows_in(again(home, tmp_path, acceptance=str(file)))
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    for row, one in zip(rows, measured, strict=True):
+        speeds = row.speedup_by_length
+        assert row.num_draft_tokens == max(speeds, key=lambda n: (speeds[n], -n))
+        assert row.predicted_speedup == max(speeds.values())
+        best = best_gamma(row.alpha_by_depth, one.ratios)
+        assert best == (row.num_draft_tokens, pytest.approx(row.predicted_speedup))
+        assert sorted(speeds) == list(range(1, max(speeds) + 1))
+
+
+def test_measured_and_predicted_acceptances_are_distinct(home: Path, tmp_path: Path, capsys: Any):
+    file = tmp_path / "acceptance.jsonl"
+    known = [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)]
+    write_curves(file, [*known, curve(home, "eagle3", 0, 0.5, target="other", target_hash="0")])
+    rows = {row.drafter: row for row in rows_in(again(home, tmp_path, acceptance=str(file)))}
+    assert [rows[name].acceptance for name in NAMES] == [MEASURED, PREDICTED, MEASURED, PREDICTED]
+    one = rows["1 layer, width 32"]
+    assert one.alpha_by_depth == one.alpha_low == one.alpha_high == pytest.approx([0.7] * 3, 1e-2)
+    other = rows["eagle3"]
+    assert other.alpha_low[0] < other.alpha_by_depth[0] < other.alpha_high[0]
+    assert other.speedup_low is not None and other.predicted_speedup is not None
+    assert other.speedup_low <= other.predicted_speedup <= (other.speedup_high or 0)
+    restricted = dataclasses.replace(known[0], draft_vocab_size=5)
+    write_curves(file, [restricted, known[1]])
+    one = rows_in(again(home, tmp_path, acceptance=str(file)))[0]
+    assert one.acceptance == PREDICTED, "the plan's drafter proposes all tokens"
+    assert "~0." in capsys.readouterr().out
+
+
+def test_without_an_assumption_trainings_take_the_least_time_of_this_machine(
+    home: Path, tmp_path: Path, capsys: Any
+):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "medusa", 0, 0.1), curve(home, "chain", 2, 0.9)])
+    given = {"acceptance": str(file), "assumed_tflops": 0.0, "cost_seconds": 0.4}
+    rows = rows_in(again(home, tmp_path, **given))
+    (rate,) = {round(row.training_flop / row.training_hours / 3600 / 1e6) for row in rows}
+    assert 1e9 < 1e6 * rate < 1e15, "FLOP/s of a machine"
+    asked = config(home, "", **given)
+    fast = dataclasses.replace(
+        rows[0], unreliable="", predicted_speedup=9.0, speedup_high=9.0, acceptance=PREDICTED
+    )
+    outlook = Outlook([fast], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0}, 0.25)
+    (line,) = advice(outlook, asked)
+    assert " at the 0.25 TFLOP/s of this machine's matrix products." in line
+    (line,) = advice(outlook, dataclasses.replace(asked, assumed_tflops=100.0))
+    assert line.endswith(" at 100 TFLOP/s.") and "at least" not in line
+
+
+def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, tmp_path: Path):
+    speeds = []
+    for number, alpha in enumerate((0.2, 0.5, 0.8, 0.95)):
+        file = tmp_path / f"{number}.jsonl"
+        write_curves(file, [curve(home, "chain", 1, alpha)])
+        folder = again(home, tmp_path / str(number), acceptance=str(file))
+        speeds.append(rows_in(folder)[0].tokens_per_second or 0)
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > 1.5 * speeds[0], "a control: the acceptance counts"
+
+
+def test_a_drafter_pays_where_its_acceptance_reaches_what_it_needs(home: Path, tmp_path: Path):
+    """Check the rates, equal at all depths, that the picture compares."""
+    file = tmp_path / "acceptance.jsonl"
+    falling = {"alpha_by_depth": [0.9, 0.5, 0.1]}
+    write_curves(
+        file, [curve(home, "chain", 1, 0.9, **falling), curve(home, "medusa", 0, 0.9, **falling)]
+    )
+    asked = {"speedups": [0.2, 0.6, 1.0, 1.6, 9.0], "acceptance": str(file)}
+    paying = []
+    for row in rows_in(again(home, tmp_path, **asked)):
+        assert row.predicted_speedup is not None and row.equal_alpha is not None
+        assert (row.equal_alpha_low or 0) <= row.equal_alpha <= (row.equal_alpha_high or 0)
+        if row.acceptance == MEASURED and row.num_draft_tokens != 1:
+            assert row.equal_alpha < 0.89, "a control: the rate at depth 1 is not compared"
+        for one in row.needs:
+            pays = one.alpha is not None and row.equal_alpha >= one.alpha
+            assert pays == (row.predicted_speedup >= one.speedup)
+            paying.append(pays)
+    assert 0 < sum(paying) < len(paying)
+
+
+def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
+    found = rows_in(again(home, tmp_path, acceptance=str(file), speedups=[0.1, 0.2]))
+    rows = [dataclasses.replace(row, unreliable="") for row in found]
+    doubtful = dataclasses.replace(rows[1], unreliable="the machine was busy")
+    never = dataclasses.replace(rows[0], needs=[Need(9.0, None, None)] * 2)
+
+    def drawn(rows: list[PlanRow]) -> tuple[list[str], list[str]]:
+        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
+        plot = needed_and_accepted(outlook, [0.1, 0.2])
+        (axes,) = plot.figure.axes
+        names = [one.get_text().replace("\n", " ") for one in axes.get_yticklabels()]
+        assert names == [row.drafter for row in ranked(rows)]
+        labels = [str(one.get_label()) for one in axes.containers]
+        return sorted(labels), [text.get_text() for text in axes.texts]
+
+    needs = ["needs for 0.1x"]
+    assert drawn(rows) == (["measured"] * 2 + needs * 4 + ["predicted"] * 2, [])
+    assert drawn([rows[0], doubtful, *rows[2:]])[1] == ["unreliable costs"]
+    assert drawn([never, *rows[1:]]) == (
+        ["measured"] * 2 + needs * 3 + ["predicted"] * 2,
+        ["never 0.1x"],
+    )
+
+
+def test_a_tree_of_trained_weights_needs_no_training(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
+    asked = config(home, "", acceptance=str(file))
+    found = rows_in(again(home, tmp_path, acceptance=str(file)))
+
+    def outlook(*rows: PlanRow) -> Outlook:
+        return Outlook([*rows], read_curves(file), 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
+
+    def with_speed(row: PlanRow, speedup: float, **changes: Any) -> PlanRow:
+        speeds = {"predicted_speedup": speedup, "speedup_low": speedup, "speedup_high": 2.2}
+        return dataclasses.replace(row, unreliable="", **speeds, **changes)
+
+    chain, other = with_speed(found[0], 1.1), with_speed(found[1], 2.0)
+    tree = with_speed(found[0], 1.5, drafter="its tree", draft_shape="tree", acceptance=PREDICTED)
+    assert (chain.acceptance, other.acceptance) == (MEASURED, PREDICTED)
+    lines = advice(outlook(chain, other, tree), asked)
+    assert any(line.startswith("Train 2 layers, width 32: 2.00x") for line in lines)
+    assert any(line.startswith("Evaluate its tree, whose weights are trained: ") for line in lines)
+    untrained = dataclasses.replace(tree, layers=3)
+    lines = advice(outlook(chain, other, untrained), asked)
+    assert any(line.startswith("Or, for less training, train its tree: ") for line in lines)
+    assert not any("Evaluate" in line for line in lines), "a control: other weights"
+    notes = " ".join(notes_of(outlook(chain, tree)))
+    assert "No tree of this target was evaluated yet" in notes
+    assert "No tree" not in " ".join(notes_of(outlook(chain, other)))
