@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and tests, in tiers. Makes .venv and installs the dev, train and slurm extras when needed,
-# with --all and --exhaustive also web and browser. The tests of the web page in a browser are skipped
-# without Chromium.
+# with --all and --exhaustive also web and browser. Without Chromium the tests of pages are skipped, or
+# fail if SHALLOW_DRAFT_BROWSER=required.
 #   (none)        the short suite: before every commit
 #   --all         the long tests too, and law 3 with 20,000 draws for each drafter and rule, not 5,000
 #   --exhaustive  before a release: law 3 with a million draws per case, and a hundred kills; hours

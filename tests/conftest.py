@@ -42,6 +42,17 @@ def _lacking(reason: str) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Record the name of every collected test, before any is deselected."""
     item.session.stash.setdefault(_COLLECTED, []).append(item.name)
+    if "chromium" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.browser)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with a line on the tests of pages, if they were skipped."""
+    from tests.support.browser import unseen_pages
+
+    skipped = terminalreporter.stats.get("skipped", [])
+    if line := unseen_pages([report.longrepr[2] for report in skipped]):
+        terminalreporter.write_sep("=", line, yellow=True, bold=True)
 
 
 @pytest.fixture(scope="session")
@@ -81,14 +92,11 @@ def gradio() -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> Path:
-    """Return Chromium's path. Without it the test is skipped, in CI too: pip has no browser."""
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("needs Playwright: pip install -e '.[browser]'")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("needs Chromium, such as Debian's package chromium")
-    return Path(found)
+    """Return Chromium's path; without it the test is skipped, or fails where it is required."""
+    from tests.support.browser import chromium_path, missing_part, require_browser
+
+    require_browser(missing_part(), os.environ)
+    return chromium_path()
 
 
 @pytest.fixture(scope="session")
