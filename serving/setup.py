@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.build import options_of
 from decoding.drafters.fit import check_fits
@@ -17,7 +16,6 @@ from decoding.errors import UserError, without_stop
 from decoding.interfaces import Drafter, precision
 from decoding.loop import decode
 from decoding.models.folder import CARD, read_config, read_json
-from decoding.models.load import load_target
 from decoding.models.text.compatible import check_tokenizer_of
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
@@ -30,6 +28,7 @@ from jobs.config_checks import refuse
 from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, read_card_name, uses, with_execution
 from jobs.paths import resolve_model
+from jobs.targets import load_job_target
 from serving.config import GenerateConfig
 
 NONE = "none"  # drafter=none: plain decoding
@@ -93,9 +92,8 @@ def load(cfg: GenerateConfig, needs_template: bool = True) -> ChatModels:
     """
     folder = resolve_model(cfg.target.path)
     device = device_of(cfg.target.device)
-    trusted = cfg.target.trust_remote_code
     if not cfg.tokenizer:
-        tokenizer = load_tokenizer(folder, trusted)
+        tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
     else:
         tokenizer = load_tokenizer(resolve_model(cfg.tokenizer, weights=False), of_model=False)
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
@@ -110,17 +108,7 @@ def load(cfg: GenerateConfig, needs_template: bool = True) -> ChatModels:
     if drafter is not None:
         # Reject a misfit before the larger model is loaded.
         check_rule(cfg.verify, cfg.temperature, drafter.capabilities, drafter.name)
-    target = load_target(
-        folder,
-        backend=cfg.target.backend,
-        execution=cfg.target.execution,
-        dtype=cfg.target.dtype,
-        device=device,
-        max_length=cfg.target.max_length or None,
-        trust_remote_code=trusted,
-    )
-    if cfg.threads == "auto":
-        choose_threads(target)
+    target = load_job_target(cfg.target, folder, cfg.threads)
     if drafter is not None:
         # Reject a misfit now, not after the first message.
         drafter.prepare(target, None)

@@ -14,12 +14,10 @@ from time import perf_counter
 from typing import Any
 
 from decoding.costs.measure import measure_costs, widths_to_time
-from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
-from decoding.models.load import load_target
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
@@ -33,6 +31,7 @@ from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import build, describe, uses, with_execution
 from jobs.files import write_text
 from jobs.run_files import read_object
+from jobs.targets import load_job_target
 
 # Fields of the configuration that are settings of decoding under the same name.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
@@ -78,21 +77,13 @@ class AnswerGenerator:
 
     @cached_property
     def target(self) -> Target:
-        target = self.config.target
-        made = load_target(
+        return load_job_target(
+            self.config.target,
             self.folder,
-            backend=target.backend,
-            execution=target.execution,
-            dtype=target.dtype,
-            device=rank_device(target.device),
+            self.config.threads,
+            device=rank_device(self.config.target.device),
             max_length=self.config.data.max_length,
-            parallel=target.parallel,
-            processes=target.processes,
-            trust_remote_code=target.trust_remote_code,
         )
-        if self.config.threads == "auto":
-            choose_threads(made)
-        return made
 
     @cached_property
     def drafting(self) -> tuple[Drafter | None, DrafterUse]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from decoding.costs.timing import choose_threads
 from decoding.devices import device_of
 from decoding.drafters.other_vocabulary import TOKENS, OtherVocabulary
 from decoding.drafters.registry import imported
@@ -21,7 +20,7 @@ from decoding.interfaces import Drafter, Target, precision
 from decoding.models.distributed.parallel import device_for_drafter, processes_of
 from decoding.models.draft_vocabulary import draft_vocab_size
 from decoding.models.folder import CARD, read_json
-from decoding.models.load import AUTO, load_target
+from decoding.models.load import AUTO
 from decoding.models.native.model import EXECUTIONS as NATIVE_EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
@@ -40,6 +39,7 @@ from heads.block.drafter import BlockDrafter
 from jobs import drafters as drafter_list
 from jobs.paths import resolve, resolve_model
 from jobs.run_folder import hardware
+from jobs.targets import load_job_target
 
 WARM_UP_TOKENS = 24
 MOST_PROMPTS = 4096  # in a batch
@@ -144,20 +144,7 @@ def load(cfg: EvalConfig) -> Loaded:
     uses = drafter_list.uses(
         mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
     )
-    target = load_target(
-        folder,
-        backend=cfg.target.backend,
-        execution=chosen.execution,
-        dtype=cfg.target.dtype,
-        device=device,
-        max_length=cfg.target.max_length or None,
-        batch_size=max(cfg.batch_sizes),
-        parallel=cfg.target.parallel,
-        processes=cfg.target.processes,
-        trust_remote_code=cfg.target.trust_remote_code,
-    )
-    if cfg.threads == AUTO:
-        choose_threads(target)
+    target = load_job_target(chosen, folder, cfg.threads, batch_size=max(cfg.batch_sizes))
     _check_lengths(cfg, target)
     worker_devices = {device: _worker_device(target, uses.values())}
     drafters = drafter_list.build(mappings, uses, folder, worker_devices)

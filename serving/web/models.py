@@ -1,15 +1,13 @@
 """The models of the page: a target, the drafters to choose from, and how each may draft."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from decoding.costs.timing import choose_threads
 from decoding.engine import Engine, encode, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target, precision
-from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.settings import Settings
@@ -18,10 +16,11 @@ from jobs.config import TargetConfig
 from jobs.drafter_use import DrafterUse, refuse_eval_options
 from jobs.drafters import IN_WORKER, build, describe, uses, with_execution
 from jobs.paths import resolve_model
+from jobs.targets import load_job_target
+from serving.setup import DEFAULT_DRAFTER
 from serving.web.config import WebConfig
 from training.data.chat import render_prompt, template_source
 
-DEFAULT_DRAFTER = "prompt_lookup"
 SERIAL = "serial"
 # schedule -> the words of the page; the ablations of PEARL are left out
 SCHEDULES = {
@@ -95,22 +94,9 @@ def load(cfg: WebConfig) -> WebModels:
     template = cfg.template if cfg.template != "auto" or tokenizer.chat_template else ""
     if template:
         template_source(tokenizer, template)  # refuses an unknown one now
-    mappings = describe(cfg.drafters or [DEFAULT_DRAFTER], settings, control=False)
-    options = uses(mappings, DrafterUse())
-    for name, use in options.items():
-        refuse_page_options(name, use)
+    mappings, options = read_drafters(cfg, settings)
     drafters = build(mappings, options, folder)  # misfits are refused before the target is loaded
-    target = load_target(
-        folder,
-        backend=settings.backend,
-        execution=settings.execution,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_length=settings.max_length or None,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    if cfg.threads == "auto":
-        choose_threads(target)
+    target = load_job_target(settings, folder, cfg.threads)
     choices = {}
     for name, drafter in drafters.items():
         drafter.prepare(target, None)
@@ -126,14 +112,24 @@ def load(cfg: WebConfig) -> WebModels:
     )
 
 
-def refuse_page_options(name: str, use: DrafterUse) -> None:
-    """Raise UserError for options of a drafter that the page or its visitors set."""
-    refuse_eval_options(name, use)
-    if use.schedule != SERIAL:
-        raise UserError(
-            f"drafters: {name} has schedule={use.schedule}, but visitors choose the schedule. "
-            f"Remove it."
-        )
+def read_drafters(
+    cfg: WebConfig, target: TargetConfig
+) -> tuple[dict[str, dict[str, Any]], dict[str, DrafterUse]]:
+    """Return the mappings and the loop options of the page's drafters, by name.
+
+    Raises UserError for entries that name no drafter, and for options that the page or its visitors
+    set.
+    """
+    mappings = describe(cfg.drafters or [DEFAULT_DRAFTER], target, control=False)
+    options = uses(mappings, DrafterUse())
+    for name, use in options.items():
+        refuse_eval_options(name, use)
+        if use.schedule != SERIAL:
+            raise UserError(
+                f"drafters: {name} has schedule={use.schedule}, but visitors choose the schedule. "
+                f"Remove it."
+            )
+    return mappings, options
 
 
 def check_folders(cfg: WebConfig) -> tuple[Path, list[str]]:
@@ -142,11 +138,7 @@ def check_folders(cfg: WebConfig) -> tuple[Path, list[str]]:
     Raises UserError for a missing target and for entries that name no drafter.
     """
     folder = resolve_model(cfg.target.path)
-    entries: Sequence[object] = cfg.drafters or [DEFAULT_DRAFTER]
-    target: TargetConfig = with_execution(cfg.target, folder)
-    mappings = describe(entries, target, control=False)
-    for name, use in uses(mappings, DrafterUse()).items():
-        refuse_page_options(name, use)
+    mappings, _ = read_drafters(cfg, with_execution(cfg.target, folder))
     return folder, list(mappings)
 
 

@@ -226,7 +226,7 @@ def test_misfits_are_refused_before_the_chat(
         with monkeypatch.context() as patch:
             if not fits:
                 # the error comes before the target is loaded
-                patch.setattr(setup, "load_target", None)
+                patch.setattr(setup, "load_job_target", None)
             with (
                 nullcontext()
                 if fits
