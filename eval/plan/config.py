@@ -49,8 +49,9 @@ class PlanConfig(JobConfig):
     costs: str = ""
     # file of measured acceptances, to which this job adds those that it finds in `runs`
     acceptance: str = "runs/acceptance.jsonl"
-    # run folders of eval.run and of trainings (globs), whose acceptances are added
-    runs: list[str] = field(default_factory=lambda: ["runs/*/*"])
+    # folders (globs) in which runs of eval.run and trainings are looked for, at any depth; their
+    # acceptances are added
+    runs: list[str] = field(default_factory=lambda: ["runs"])
     # further files of measured acceptances, which must hold some of this target
     curves: list[str] = field(default_factory=list)
     # tokens of each training; 0: as many as the known drafters read (their median), or 100 million

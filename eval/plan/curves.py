@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_json
 from eval.measure.origins import FILE as ORIGINS
 from eval.measure.origins import Origin, read_origins
+from eval.report.text import count_label
 from eval.statistics import metrics
 from eval.statistics.lossless import LOSSY
 from eval.statistics.schema import Row, main_rows, read_all_rows
@@ -35,6 +37,8 @@ CHAIN, PARALLEL, TREE = "chain", "parallel", "tree"
 SHAPES = (CHAIN, TREE, PARALLEL)  # of drafts to plan
 MODELS = (CHAIN, PARALLEL)  # kinds with layers and a hidden size of their own
 EVALUATION, TRAINING = "eval.run", "training"
+RESULTS, DRAFTER_CARD = "results.jsonl", f"drafter/{CARD}"  # of an evaluation, of a training
+NO_RUNS = ("checkpoints", "shards")  # folders in which no run is looked for
 FIXED, BY_COST = "fixed", "by_cost"  # rules that choose the size of a draft
 # rules of verification whose acceptance is that of p / q at temperatures above 0
 TESTED_BY_RATIO = ("greedy", "token", "block")
@@ -181,14 +185,39 @@ def write_curves(path: Path, curves: Iterable[Curve]) -> None:
 
 
 # ------------------------------------------------------------------------------------- run folders
+def run_folders(patterns: Iterable[str]) -> list[Path]:
+    """Return the folders of evaluations and trainings, at any depth in the folders that match.
+
+    Copies of drafters in checkpoints, and the parts of an evaluation that shards share, do not
+    count. A folder that several patterns or links reach counts once.
+    """
+    found, read = list[Path](), set[str]()
+    for top in sorted({path for pattern in patterns for path in glob(pattern)}):
+        for folder, inner, _ in os.walk(top, followlinks=True):
+            if (real := os.path.realpath(folder)) in read:
+                inner.clear()
+                continue
+            read.add(real)
+            inner[:] = sorted(name for name in inner if name not in NO_RUNS)
+            if any((Path(folder) / file).is_file() for file in (RESULTS, DRAFTER_CARD)):
+                found.append(Path(folder))
+    return found
+
+
 def collect(patterns: Sequence[str]) -> tuple[list[Curve], list[str]]:
-    """Return the curves of all run folders that match, and a note on each that cannot be read."""
+    """Return the curves of all run folders that match or lie in folders that do; print how many.
+
+    The second value is a note on each folder that cannot be read.
+    """
     found, notes = list[Curve](), list[str]()
-    for folder in sorted({Path(path) for pattern in patterns for path in glob(pattern)}):
+    folders = run_folders(patterns)
+    if patterns:
+        print(f"{', '.join(patterns)}: {count_label(len(folders), 'run')} found")
+    for folder in folders:
         try:
-            if (folder / "results.jsonl").is_file():
+            if (folder / RESULTS).is_file():
                 found += _of_evaluation(folder)
-            if (folder / "drafter" / CARD).is_file():
+            if (folder / DRAFTER_CARD).is_file():
                 found += _of_training(folder / "drafter")
         except UserError as error:
             notes.append(f"left out: {error}")
@@ -203,7 +232,7 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
     Only drafts of the folder's own drafter count: a lookup before it, or another way to draft with
     the same weights, has another acceptance.
     """
-    rows, _ = read_all_rows(folder / "results.jsonl")
+    rows, _ = read_all_rows(folder / RESULTS)
     groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
     for row in main_rows(rows):
         if row.schedule == "serial" and row.lossless != LOSSY and row.verify in TESTED_BY_RATIO:
