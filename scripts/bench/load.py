@@ -7,20 +7,23 @@ First, batches of each size are decoded with each draft length. The fastest leng
 drafter's table `num_draft_tokens_by_batch`, which `serving.api` takes and, in the file
 results/load.NAME.yaml, vLLM. Then servers without a drafter, and with each drafter with and without
 its table, answer the same requests, which arrive at the same random times; `urls` adds other
-servers, such as vLLM's. Seconds count from a request's arrival.
+servers, such as vLLM's. Seconds count from a request's arrival. All are measured in several passes,
+in rotated order; a drafter pays at a rate, or stops paying, where the 95 % interval of its latency
+over plain decoding's lies below or above 1. Plots are saved as results/load.*.png, and each answer
+in results/load.answers.json.
 """
 
 import asyncio
+import itertools
 import json
-import random
 import re
 import statistics
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,12 @@ from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sessions.draft_lengths import KEY, ranges_of
+from jobs.files import write_bytes
 from jobs.paths import resolve_model
 from jobs.syntax import quoted
 from scripts.bench import common
+from scripts.bench.load_figures import left_out, plots, summary, where_it_pays
+from scripts.bench.load_requests import Answered, arrivals, offer
 from scripts.bench.served_models import ServedOptions, load_engine
 from scripts.bench.vllm_file import format_file, speculative_config
 from scripts.server_process import run_server
@@ -43,8 +49,7 @@ from scripts.usage import run_script
 
 PLAIN = "plain"
 TABLE = "{} by batch"  # of a drafter, with its table
-PERCENTILES = (50, 90, 99)
-PATIENCE_S = 600.0
+WARM_UP_TOKENS = 4  # of an unmeasured answer before each measurement
 
 
 @dataclass
@@ -52,7 +57,8 @@ class Options(ServedOptions):
     # names, folders, or mappings with `use` and options
     drafters: list[Any] = field(default_factory=lambda: ["prompt_lookup"])
     rates: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0])  # requests a second
-    requests: int = 32  # for each rate
+    requests: int = 32  # for each rate, the same in each pass
+    passes: int = 3  # repetitions of all rates and servers
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # rows of the table, from 1 on
     num_draft_tokens: int = 4  # longest draft
     max_new_tokens: int = 64  # of an answer
@@ -61,21 +67,6 @@ class Options(ServedOptions):
     seed: int = 1  # of arrivals and samples
     rounds: int = 3  # rounds of measurement for the table
     name: str = "load"  # name of the results file
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A request's seconds from its arrival, and its number of tokens."""
-
-    first_token: float
-    whole: float
-    tokens: int
-    text: str
-
-    @property
-    def per_token(self) -> float:
-        """Seconds from a token to the next one."""
-        return (self.whole - self.first_token) / max(1, self.tokens - 1)
 
 
 # ------------------------------------------------------------------------------- draft lengths
@@ -214,117 +205,62 @@ def servers(
         yield urls
 
 
-def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Return the seconds at which requests of a Poisson process arrive."""
-    draws, now, times = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += draws.expovariate(rate)
-        times.append(now)
-    return times
-
-
-async def ask(client: httpx2.AsyncClient, url: str, body: dict[str, Any], began: float) -> Answered:
-    """Send a request that arrived at `began`, and read its stream."""
-    first, text, tokens = None, "", 0
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise UserError(
-                f"{url} answered {answer.status_code}: {(await answer.aread())[:200]!r}"
-            )
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            part = json.loads(line[6:])
-            first = first or time.perf_counter()
-            text += "".join(choice["text"] for choice in part["choices"])
-            tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
-    ended = time.perf_counter()
-    return Answered((first or ended) - began, ended - began, tokens, text)
-
-
-async def offer(
-    url: str, bodies: Sequence[dict[str, Any]], times: Sequence[float]
-) -> list[Answered]:
-    """Send every request at its time, whether or not earlier ones are answered."""
-    limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
-        began = time.perf_counter()
-
-        async def one(body: dict[str, Any], at: float) -> Answered:
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            return await ask(client, url, body, began + at)
-
-        return await asyncio.gather(*map(one, bodies, times))
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return percentiles by the nearest rank."""
-    ranked = sorted(values)
-    return {f"p{p}": ranked[-(-p * len(ranked) // 100) - 1] for p in PERCENTILES}
-
-
-def summary(found: Sequence[Answered], times: Sequence[float], plain: Sequence[Answered]) -> dict:
-    """Return the figures of a server at one rate.
-
-    in_system: mean number of requests that wait or run, by Little's law.
-    """
-    ended = max(at + one.whole for at, one in zip(times, found, strict=True))
-    seconds = ended - times[0]
-    pairs = list(zip(found, plain, strict=True))
-    return {
-        "tokens_per_second": sum(one.tokens for one in found) / seconds,
-        "in_system": sum(one.whole for one in found) / seconds,
-        "first_token_s": percentiles([one.first_token for one in found]),
-        "per_token_s": percentiles([one.per_token for one in found]),
-        "latency_s": percentiles([one.whole for one in found]),
-        "latency_over_plain": statistics.median(a.whole / b.whole for a, b in pairs),
-        "equal_texts": sum(a.text == b.text for a, b in pairs),
-    }
-
-
 def measure_load(
     urls: Mapping[str, str], prompts: Sequence[list[int]], chosen: Options
-) -> list[dict[str, Any]]:
-    """Return a row of figures for each rate and server, the plain one first."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a row of figures for each rate and server, the plain one first, and all answers.
+
+    In each pass every server gets the same requests at the same times. The order of the servers is
+    rotated from pass to pass, so that drift of the machine affects them alike.
+    """
     models = {
         name: httpx2.get(f"{url}/v1/models").json()["data"][0]["id"] for name, url in urls.items()
     }
-    rows = []
-    for rate in chosen.rates:
-        times, answers = arrivals(rate, chosen.requests, chosen.seed), {}
-        for name, url in urls.items():
-            bodies = [
-                {
-                    "model": models[name],
-                    "prompt": prompts[number % len(prompts)],
-                    "max_tokens": chosen.max_new_tokens,
-                    "temperature": chosen.temperature,
-                    "seed": chosen.seed + number,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-                for number in range(chosen.requests)
+    names, rows, everything = list(urls), [], []
+    times = {rate: arrivals(rate, chosen.requests, chosen.seed) for rate in chosen.rates}
+    found: dict[tuple[float, str], list[list[Answered]]] = defaultdict(list)
+    for number in range(chosen.passes):
+        first = number * len(names) // chosen.passes
+        for rate, name in itertools.product(chosen.rates, names[first:] + names[:first]):
+            bodies = request_bodies(models[name], prompts, chosen)
+            # a server's first request is slow, and so is the first after a pause
+            warm_up = bodies[0] | {"max_tokens": WARM_UP_TOKENS}
+            asyncio.run(offer(urls[name], [warm_up], [0.0]))
+            answers = asyncio.run(offer(urls[name], bodies, times[rate]))
+            found[rate, name].append(answers)
+            mean = statistics.mean(one.whole for one in answers)
+            print(
+                f"  {number + 1}/{chosen.passes}, {rate:g}/s, {name}: {mean:.2f} s on average",
+                file=sys.stderr,
+                flush=True,
+            )
+    for rate, name in itertools.product(chosen.rates, names):
+        figures = summary(found[rate, name], times[rate], found[rate, PLAIN])
+        rows.append({"rate": rate, "server": name, **figures})
+        for number, answers in enumerate(found[rate, name]):
+            place = {"rate": rate, "server": name, "pass": number}
+            everything += [
+                place | {"request": request, **asdict(one)} for request, one in enumerate(answers)
             ]
-            asyncio.run(offer(url, bodies[:1], [0.0]))  # the first request of a server is slow
-            answers[name] = asyncio.run(offer(url, bodies, times))
-            figures = summary(answers[name], times, answers[PLAIN])
-            rows.append({"rate": rate, "server": name, **figures})
-            print(f"  {rate:g} requests/s, {name}: {figures['latency_s']}", file=sys.stderr)
-    return rows
+    return rows, everything
 
 
-def where_it_pays(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
-    """Return the highest rate up to which a server's latencies are below the plain one's.
-
-    stops_at: the next measured rate, at which they are not; None if there is none.
-    """
-    highest = None
-    for row in rows:
-        if row["server"] == name:
-            if row["latency_over_plain"] >= 1:
-                return {"up_to": highest, "stops_at": row["rate"]}
-            highest = row["rate"]
-    return {"up_to": highest, "stops_at": None}
+def request_bodies(
+    model: str, prompts: Sequence[list[int]], chosen: Options
+) -> list[dict[str, Any]]:
+    """Return the requests of a rate, the same for every server but for the model's name."""
+    return [
+        {
+            "model": model,
+            "prompt": prompts[number % len(prompts)],
+            "max_tokens": chosen.max_new_tokens,
+            "temperature": chosen.temperature,
+            "seed": chosen.seed + number,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for number in range(chosen.requests)
+    ]
 
 
 def check(chosen: Options) -> None:
@@ -334,6 +270,9 @@ def check(chosen: Options) -> None:
         raise UserError(f"batches is {chosen.batches}, expected numbers of rows from 1 on.")
     if not chosen.rates or chosen.rates[0] <= 0:
         raise UserError(f"rates is {chosen.rates}, expected requests a second above 0.")
+    for key in ("requests", "passes"):
+        if getattr(chosen, key) < 1:
+            raise UserError(f"{key} is {getattr(chosen, key)}, expected at least 1.")
     names = [label_of(one) for one in chosen.drafters]
     if not names or len({*names, PLAIN, *chosen.urls}) < len(names) + 1 + len(chosen.urls):
         raise UserError(
@@ -354,9 +293,15 @@ def main() -> None:
         by_batch = f"{KEY}={json.dumps(table, separators=(',', ':'))}"
         sides |= {name: [setting], TABLE.format(name): [setting, by_batch]}
     with tempfile.TemporaryDirectory() as folder, servers(chosen, sides, folder) as urls:
-        rows = measure_load({**urls, **chosen.urls}, prompts, chosen)
+        rows, answers = measure_load({**urls, **chosen.urls}, prompts, chosen)
+    common.write_result(f"{chosen.name}.answers.json", json.dumps(answers))
+    for plot in plots(rows, PLAIN):
+        write_bytes(common.RESULTS / f"{chosen.name}.{plot.name}.png", plot.png)
     pays = {name: where_it_pays(rows, name) for name in [*sides, *chosen.urls] if name != PLAIN}
-    common.save(chosen.name, chosen, {"drafters": figures, "pays": pays, "rates": rows})
+    notes = left_out(chosen.requests)
+    common.save(
+        chosen.name, chosen, {"drafters": figures, "pays": pays, "notes": notes, "rates": rows}
+    )
 
 
 if __name__ == "__main__":

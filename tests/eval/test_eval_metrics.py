@@ -1,6 +1,7 @@
 """Laws of `eval.statistics.metrics`: closed forms, monotonicity, conservation and coverage."""
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -243,6 +244,45 @@ def test_pairing_removes_the_shared_pace_of_prompts():
     )
     assert paired.value == pytest.approx(unpaired.value)
     assert paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
+
+
+def crossed_sides(random, drift):
+    """Return the seconds of two equal sides, 16 requests in 3 passes that differ in their speed."""
+    lengths_P = random.lognormal(0, 0.4, 16)
+    noise = [random.normal(0, 0.1, (3, 16)) + random.normal(0, drift, (3, 1)) for _ in range(2)]
+    return [lengths_P * np.exp(one_KP) for one_KP in noise]
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.03])
+def test_the_crossed_interval_covers_drift_from_pass_to_pass(drift):
+    random, covered, of_requests = np.random.default_rng(0), 0, 0
+    for trial in range(200):
+        ours_KP, base_KP = crossed_sides(random, drift)
+        found = metrics.crossed_bootstrap(ours_KP, base_KP, resamples=400, seed=trial)
+        covered += found.low <= 1 <= found.high
+        ones_P = np.ones(16)
+        sums = (ones_P, base_KP.sum(axis=0), ones_P, ours_KP.sum(axis=0))
+        control = metrics.paired_bootstrap(*sums, resamples=400, seed=trial)
+        assert control.value == pytest.approx(found.value)
+        of_requests += control.low <= 1 <= control.high
+    assert covered >= 185
+    assert drift == 0 or of_requests < 175, "control: requests alone do not cover it"
+
+
+def test_one_pass_has_the_interval_of_its_requests():
+    random = np.random.default_rng(1)
+    ours_P, base_P = random.lognormal(0, 0.3, (2, 12))
+    found = metrics.crossed_bootstrap([ours_P], [base_P], seed=3)
+    ones_P = np.ones(12)
+    control = metrics.paired_bootstrap(ones_P, base_P, ones_P, ours_P, seed=3)
+    assert astuple(found) == pytest.approx(astuple(control))
+
+
+def test_a_crossed_interval_needs_five_requests_and_paired_sides():
+    few = metrics.crossed_bootstrap(np.ones((9, 4)), np.ones((9, 4)))
+    assert (few.value, few.low, few.high) == (1.0, None, None)
+    with pytest.raises(ValueError, match="unpaired shapes"):
+        metrics.crossed_bootstrap(np.ones((3, 8)), np.ones((2, 8)))
 
 
 def test_the_interval_is_repeatable_and_needs_five_prompts():

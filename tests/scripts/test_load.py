@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,7 +18,9 @@ from decoding.errors import UserError
 from heads.registry import kind_in
 from scripts.bench import common
 from scripts.bench import load as script
-from scripts.bench.load import Answered, Options
+from scripts.bench.load import Options
+from scripts.bench.load_figures import left_out, percentiles, plots, summary, where_it_pays
+from scripts.bench.load_requests import Answered, arrivals
 from scripts.bench.vllm_file import KEY, format_file, speculative_config
 from tests.heads.published import saved
 
@@ -27,27 +30,37 @@ SERVERS = ["plain", "prompt_lookup", "prompt_lookup by batch", "suffixes", "suff
 
 # Arithmetic -----------------------------------------------------------------------------------
 def test_arrivals_are_those_of_a_poisson_process() -> None:
-    times = script.arrivals(4.0, 4000, seed=3)
+    times = arrivals(4.0, 4000, seed=3)
     gaps = [later - earlier for earlier, later in pairwise([0.0, *times])]
     mean, spread = statistics.mean(gaps), statistics.stdev(gaps)
     assert min(gaps) > 0 and mean == pytest.approx(0.25, rel=0.05)
     assert spread == pytest.approx(mean, rel=0.06), "of an exponential law"
-    assert script.arrivals(4.0, 4000, seed=3) == times != script.arrivals(4.0, 4000, seed=4)
+    assert arrivals(4.0, 4000, seed=3) == times != arrivals(4.0, 4000, seed=4)
 
 
 def test_percentiles_are_measured_values() -> None:
-    assert script.percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
-    assert script.percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
+    assert percentiles(range(1, 101), 100) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([7.0], 1) == {"p50": 7.0}
+
+
+def test_a_percentile_that_few_requests_do_not_show_is_left_out_and_named() -> None:
+    three_passes = range(1, 97)
+    assert percentiles(three_passes, 32).keys() == {"p50", "p90"}, "p99 would be the slowest one's"
+    assert left_out(32) == ["p99 is left out: a rate has 32 requests, and p99 needs at least 100."]
+    assert left_out(100) == []
 
 
 def test_a_summary_counts_from_the_arrivals() -> None:
-    found = [Answered(0.1, 1.1, 11, "a"), Answered(0.5, 2.0, 4, "b")]
-    plain = [Answered(0.1, 2.2, 11, "a"), Answered(0.5, 2.0, 4, "c")]
-    figures = script.summary(found, [0.0, 1.0], plain)
+    found = [[Answered(0.1, 1.1, 11, "a"), Answered(0.5, 2.0, 4, "b")]]
+    plain = [[Answered(0.1, 2.2, 11, "a"), Answered(0.5, 2.0, 4, "c")]]
+    figures = summary(found, [0.0, 1.0], plain)
     assert figures["tokens_per_second"] == pytest.approx(15 / 3)
     assert figures["in_system"] == pytest.approx(3.1 / 3), "Little's law"
-    assert figures["per_token_s"]["p50"] == pytest.approx(0.1)
-    assert figures["latency_over_plain"] == pytest.approx(0.75) and figures["equal_texts"] == 1
+    assert figures["per_output_token_s"]["p50"] == pytest.approx(0.1)
+    assert figures["latency_over_plain"] == pytest.approx(3.1 / 4.2)
+    assert figures["equal_texts"] == 1
+    again = summary(found * 2, [0.0, 1.0], plain * 2)
+    assert again == figures | {"answers": 4, "equal_texts": 2}, "two passes with the same answers"
 
 
 def test_the_fastest_lengths_are_the_table() -> None:
@@ -67,19 +80,70 @@ def test_a_drafter_drafts_nothing_from_the_last_range_without_drafts() -> None:
     assert script.drafts_nothing_from([[1, 8, 0]]) == 1
 
 
-def test_speculation_pays_up_to_the_first_rate_at_which_it_does_not() -> None:
-    def rows(*over: float) -> list[dict[str, Any]]:
-        rates = (0.5, 1.0, 2.0)
-        return [
-            {"rate": rate, "server": name, "latency_over_plain": value}
-            for rate, one in zip(rates, over, strict=True)
-            for name, value in (("plain", 1.0), ("mine", one))
-        ]
+def rows_with(*over: tuple[float | None, float | None], mine: str = "mine") -> list[dict[str, Any]]:
+    """Return rows of the rates 0.5, 1 and 2 whose intervals over plain decoding are given."""
+    even = (1.0, 1.0)
+    return [
+        {
+            "rate": rate,
+            "server": name,
+            "latency_s": {"p50": rate, "p90": 2 * rate},
+            **{f"latency_over_plain{end}": one for end, one in zip(("_low", "_high"), ends)},
+            "latency_over_plain": 1.0 if None in ends else sum(ends) / 2,
+        }
+        for rate, given in zip((0.5, 1.0, 2.0), over, strict=True)
+        for name, ends in (("plain", even), (mine, given))
+    ]
 
-    assert script.where_it_pays(rows(0.8, 0.9, 1.2), "mine") == {"up_to": 1.0, "stops_at": 2.0}
-    assert script.where_it_pays(rows(0.8, 1.1, 0.9), "mine") == {"up_to": 0.5, "stops_at": 1.0}
-    assert script.where_it_pays(rows(1.0, 0.9, 0.9), "mine") == {"up_to": None, "stops_at": 0.5}
-    assert script.where_it_pays(rows(0.8, 0.9, 0.9), "mine") == {"up_to": 2.0, "stops_at": None}
+
+PAYS, COSTS, UNKNOWN = (0.8, 0.95), (1.05, 1.2), (0.97, 1.04)
+
+
+@pytest.mark.parametrize(
+    ("over", "up_to", "stops_at", "not_decided"),
+    [
+        ((PAYS, PAYS, COSTS), 1.0, 2.0, []),
+        ((PAYS, COSTS, PAYS), 0.5, 1.0, []),
+        ((COSTS, PAYS, PAYS), None, 0.5, []),
+        ((PAYS, PAYS, PAYS), 2.0, None, []),
+        ((PAYS, UNKNOWN, COSTS), 0.5, 2.0, [1.0]),
+        ((UNKNOWN, UNKNOWN, UNKNOWN), None, None, [0.5, 1.0, 2.0]),
+        ((PAYS, (1.0, 1.2), (None, None)), 0.5, None, [1.0, 2.0]),
+    ],
+)
+def test_speculation_stops_paying_only_where_an_interval_lies_above_1(
+    over: Any, up_to: Any, stops_at: Any, not_decided: Any
+) -> None:
+    found = where_it_pays(rows_with(*over), "mine")
+    assert found == {"up_to": up_to, "stops_at": stops_at, "not_decided": not_decided}
+
+
+@pytest.mark.parametrize(("slower", "stops_at"), [(1.0, None), (1.01, None), (1.3, 1.0)])
+def test_noise_decides_nothing(slower: float, stops_at: float | None) -> None:
+    """Compare servers of 16 requests in 3 passes, whose latencies vary by 10 %."""
+    random = np.random.default_rng(5)
+    lengths = random.uniform(1, 4, 16)
+
+    def answers(factor: float) -> list[list[Answered]]:
+        latencies = factor * lengths * random.lognormal(0, 0.1, (3, 16))
+        return [[Answered(0.1, one, 8, "") for one in taken] for taken in latencies.tolist()]
+
+    figures = summary(answers(slower), list(range(16)), answers(1.0))
+    found = where_it_pays([{"rate": 1.0, "server": "mine", **figures}], "mine")
+    assert found["stops_at"] == stops_at
+    assert found["not_decided"] == ([] if stops_at else [1.0])
+
+
+def test_the_plots_name_every_server_and_rate() -> None:
+    name = "runs/quickstart/distill.train/drafter by batch"
+    latency, ratio = plots(rows_with(PAYS, UNKNOWN, (None, None), mine=name), "plain")
+    end = f"…{name[-28:]}"
+    for plot, names in ((latency, {"plain", end}), (ratio, {end})):
+        axes = plot.figure.axes[0]
+        assert {text.get_text() for text in plot.figure.legends[0].get_texts()} == names
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "1", "2"]
+        assert plot.png.startswith(b"\x89PNG")
+    assert "95 % intervals" in ratio.title
 
 
 @pytest.mark.parametrize(
@@ -88,6 +152,8 @@ def test_speculation_pays_up_to_the_first_rate_at_which_it_does_not() -> None:
         ({"batches": [2, 4]}, r"batches is \[2, 4\], expected numbers of rows from 1 on"),
         ({"rates": [0.0, 1.0]}, "expected requests a second above 0"),
         ({"rates": []}, "expected requests a second above 0"),
+        ({"requests": 0}, "requests is 0, expected at least 1"),
+        ({"passes": 0}, "passes is 0, expected at least 1"),
         ({"drafters": []}, "expected at least one"),
         ({"drafters": ["prompt_lookup", "prompt_lookup"]}, "a name of its own"),
         ({"drafters": ["plain"]}, "neither plain nor one of urls"),
@@ -163,6 +229,7 @@ def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         "drafters": "[prompt_lookup,{use: suffix_lookup, min_match: 2, name: suffixes}]",
         "rates": "[20,5]",
         "requests": 6,
+        "passes": 2,
         "batches": "[1,2]",
         "max_new_tokens": 12,
         "num_draft_tokens": 2,
@@ -179,10 +246,18 @@ def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(row["rate"], row["server"]) for row in rows] == [
         (rate, server) for rate in (5.0, 20.0) for server in SERVERS
     ]
-    assert {row["equal_texts"] for row in rows} == {6}, "drafts change no text"
+    assert {(row["answers"], row["equal_texts"]) for row in rows} == {(12, 12)}, "same texts"
     for row in rows:
-        for name in ("first_token_s", "per_token_s", "latency_s"):
-            assert 0 < row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
+        for name in ("first_token_s", "per_output_token_s", "latency_s"):
+            assert row[name].keys() == {"p50"}, "6 requests show no other percentile"
+        low, high = row["latency_over_plain_low"], row["latency_over_plain_high"]
+        assert low <= row["latency_over_plain"] <= high
+        assert (low == high == 1) is (row["server"] == "plain"), "a control"
+    assert len(figures["notes"]) == 2
+    answers = json.loads((tmp_path / "toy.answers.json").read_text())
+    assert len(answers) == 12 * len(rows) and {one["pass"] for one in answers} == {0, 1}
+    for name in ("latency", "over_plain"):
+        assert (tmp_path / f"toy.{name}.png").read_bytes().startswith(b"\x89PNG")
     assert figures["pays"].keys() == {*SERVERS[1:]}
     lookup, suffixes = figures["drafters"]["prompt_lookup"], figures["drafters"]["suffixes"]
     assert suffixes["vllm"] == "vLLM does not run suffixes."
