@@ -26,7 +26,8 @@ class BenchmarkConfig:
     # prompts of `path`
     sweep_path: str = ""
     sweep_format: str = ""  # published form of sweep_path; empty: that of path
-    # file of solved problems in the form of `path`; its first num_shots precede each question
+    # file of solved problems in the form of `path`; its first num_shots precede each question;
+    # embedded:gsm8k_shots: eight problems of this project
     shots: str = ""
     num_shots: int = 0  # worked examples before each question, of `shots`
     # run the code that the target writes for HumanEval and MBPP against their tests, in processes
@@ -48,6 +49,9 @@ class BenchmarkConfig:
     strip: bool = False  # remove the white space around a turn
     # text around a turn with render=text or shots, such as "Q: {turn}\nA:"
     template: str = "{turn}"
+    # strings that end an answer, such as the frame of a further question; added to stop_strings of
+    # eval.run; other jobs ignore them
+    stop_strings: list[str] = field(default_factory=list)
     # first | all; all: later turns follow the target's answers to the earlier ones
     turns: str = "first"
     # error | skip (counted): for a prompt that leaves no room for max_new_tokens

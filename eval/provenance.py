@@ -39,6 +39,7 @@ def provenance(
         versions={name: version for name, version in versions if version != "absent"},
         prompt_counts=loaded.bench.benchmark.counts,
         prompt_file=loaded.prompt_file.name,
+        prompt_notes=_prompt_notes(cfg),
         revision=manifest["git_revision"],
         unmeasured=_unmeasured(cfg, loaded, rows),
         draft_lengths=describe_draft_lengths(
@@ -47,6 +48,16 @@ def provenance(
         repeats=cfg.repeats,
         texts=traced_texts(records, drafter_names(loaded), text_of, cfg.show_texts),
     )
+
+
+def _prompt_notes(cfg: EvalConfig) -> list[str]:
+    """Return the worked examples before a prompt, and the strings that end its answer."""
+    benchmark, found = cfg.benchmark, list[str]()
+    if benchmark.shots:
+        found.append(f"{benchmark.num_shots} worked examples of {benchmark.shots} before each")
+    if stops := [*cfg.stop_strings, *benchmark.stop_strings]:
+        found.append(f"answers end at {', '.join(map(repr, stops))}")
+    return found
 
 
 def _unmeasured(cfg: EvalConfig, loaded: Loaded, rows: Sequence[Row]) -> list[str]:

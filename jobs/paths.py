@@ -21,6 +21,7 @@ _NAMES = {
     "chats": ASSETS / "chats.json",
     "held_out_chats": ASSETS / "held_out_chats.json",
     "prompts": ASSETS / "prompts.jsonl",
+    "gsm8k_shots": ASSETS / "gsm8k_shots.jsonl",
 }
 
 

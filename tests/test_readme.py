@@ -329,6 +329,11 @@ def test_every_command_runs_at_toy_size(
     if "+experiment=batches" in arguments:
         # one of six conditions
         arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]
+    # our eight worked examples do not fit into the toy target's context
+    if "benchmark=gsm8k_8_shot" in arguments:
+        arguments += [f"benchmark.shots={real['train.jsonl']}"]
+    if "+experiment=pearl_comparison" in arguments:  # tests/eval/test_eval_suites.py has GSM8K
+        arguments += ["stages=['eval.run:humaneval','eval.run:mgsm','eval.run:mt_bench']"]
     if "+experiment=every_way" in arguments:
         # the search for skipped layers takes a two-layer target instead of fourteen layers
         arguments += [f"target.path={tiny_target}"]

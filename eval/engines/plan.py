@@ -143,6 +143,11 @@ def check_engines(cfg: EvalConfig) -> None:
                 f"{key} is {vars(cfg)[key]}, which only our own loop has. Remove it, or set "
                 f"engine=ours."
             )
+    if cfg.benchmark.stop_strings:
+        raise UserError(
+            f"benchmark.stop_strings is {cfg.benchmark.stop_strings}, which only our own loop has. "
+            f"Set benchmark.stop_strings=[], or engine=ours."
+        )
 
 
 def find_engines(cfg: EvalConfig) -> None:

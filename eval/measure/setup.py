@@ -27,7 +27,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Allowed
 from decoding.sampling.rule_names import SAMPLING, check_verify
 from decoding.schedules.by_name import WALL
-from decoding.values import RULES, check_settings
+from decoding.values import RULES, check_settings, check_value
 from eval.config import EvalConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.lengths import length_cap_of, longest_draft, possible_lengths, rule_of
@@ -65,6 +65,7 @@ def _one_of(names: Sequence[str]) -> str:
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
     check_settings(cfg, (*SHARED[1:], "stop_strings", "stopping_threshold"))
+    check_value("benchmark.stop_strings", cfg.benchmark.stop_strings, RULES["stop_strings"])
     check_verify(cfg.verify, SAMPLING)
     temperature, length = RULES["temperature"], RULES["max_new_tokens"]
     hot = bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures))
@@ -222,7 +223,7 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
     """Return the decoding settings that all conditions share."""
     return Settings(
         allowed=_allowed(cfg.allowed)(tokenizer) if cfg.allowed else None,
-        stop_strings=tuple(cfg.stop_strings),
+        stop_strings=(*cfg.stop_strings, *cfg.benchmark.stop_strings),
         text_of=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
         **{name: vars(cfg)[name] for name in SHARED},

@@ -12,13 +12,16 @@ from decimal import Decimal
 
 # A number: digits of any script, perhaps in groups of thousands (1,234 or 1.234, with a no-break
 # space, or 1,00,000 as in India), perhaps with decimals. A minus after a letter, a digit or a
-# bracket is a hyphen or an operator.
+# bracket is a hyphen or an operator; one before a currency's sign counts.
 _NUMBER = re.compile(
-    r"(?<![\d.])(?P<sign>(?<![0-9A-Za-z)])[-\u2212])?"
+    r"(?<![\d.])(?:(?P<sign>(?<![0-9A-Za-z)])[-\u2212])[$\u20ac\u00a3]?)?"
     r"(?:(?P<grouped>(?!0)\d{1,3}(?:(?:[,.\u00a0\u202f]\d{3})+|(?:,\d{2})+,\d{3})(?!\d))|(?P<plain>\d+))"
     r"(?:\.(?P<decimals>\d+)|,00(?!\d))?"
 )
 _MARK = "####"  # before the final number, as in GSM8K's solutions
+# The last sentence of a worked example (Wei et al. 2022, arXiv 2201.11903, appendix G); a period
+# before a digit does not end it.
+_STATED = re.compile(r"\banswer is\b(?P<rest>(?:[^\n.]|\.(?=\d))*)", re.IGNORECASE)
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # Lines that end the continuation of a function (Chen et al. 2021, arXiv 2107.03374, section 2.1).
 _AFTER_FUNCTION = re.compile(r"\n(?=class |def |#|if |print|@)")
@@ -34,16 +37,19 @@ class Number:
     until: str = ""
 
     def found(self, answer: str) -> Decimal | None:
-        """Return the answer's number: the first one after `####`, else the last; None: no number.
+        """Return the answer's number; None: it has none.
 
-        A separator before exactly three digits counts as one of thousands, as solutions are whole
-        numbers nearly everywhere.
+        It is the first one after `####`, else that of the last sentence "The answer is N", else the
+        last one. A separator before exactly three digits counts as one of thousands, as solutions
+        are whole numbers nearly everywhere.
         """
         if self.until:
             answer = answer.split("\n" + self.until, 1)[0]
         _, mark, after = answer.partition(_MARK)
         if mark and (first := _NUMBER.search(after)):
             return _value(first)
+        if stated := _stated(answer):
+            return _value(stated)
         numbers = [*_NUMBER.finditer(answer)]
         return _value(numbers[-1]) if numbers else None
 
@@ -83,8 +89,13 @@ Check = Number | Program
 
 
 def number_of(solution: str) -> Decimal | None:
-    """Return the number of a published solution: after `####`, or the only one; None: neither."""
+    """Return the number of a published solution; None: it has no definite one.
+
+    It is the one after `####`, else that of the last sentence "The answer is N", else the only one.
+    """
     _, mark, after = solution.rpartition(_MARK)
+    if not mark and (stated := _stated(solution)):
+        return _value(stated)
     numbers = [*_NUMBER.finditer(after if mark else solution)]
     return _value(numbers[0]) if len(numbers) == 1 else None
 
@@ -98,6 +109,14 @@ def fenced_code(answer: str) -> str | None:
         return block[1]
     _, begun, rest = answer.partition("[BEGIN]")
     return rest.partition("[DONE]")[0] if begun else None
+
+
+def _stated(text: str) -> re.Match[str] | None:
+    """Return the number of the last sentence "The answer is N", behind an equals sign if any."""
+    for sentence in reversed([*_STATED.finditer(text)]):
+        if number := _NUMBER.search(sentence["rest"].rpartition("=")[2]):
+            return number
+    return None
 
 
 def _value(number: re.Match[str]) -> Decimal:

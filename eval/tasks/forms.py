@@ -88,7 +88,10 @@ def _speed_bench(record: dict[str, Any], place: str) -> Prompt:
 
 
 def _gsm8k(record: dict[str, Any], place: str) -> Prompt:
-    """Return a question of GSM8K, {"question", "answer": "... #### 18"}."""
+    """Return a question of GSM8K, {"question", "answer": "... #### 18"}.
+
+    Worked examples may end with "The answer is 18." instead.
+    """
     question, solution = _ours(record) or (_string(record, "question"), _string(record, "answer"))
     return _number_problem(question, solution, _name(record, place), "gsm8k")
 
@@ -173,7 +176,10 @@ FORMS: dict[str, tuple[Callable[[dict[str, Any], str], Prompt], str]] = {
     "mt_bench": (_turns, '{"question_id", "category", "turns"}'),
     "spec_bench": (_spec_bench, '{"question_id", "category", "turns"}'),
     "speed_bench": (_speed_bench, '{"question_id", "category", "turns"}'),
-    "gsm8k": (_gsm8k, '{"question", "answer": "... #### NUMBER"}'),
+    "gsm8k": (
+        _gsm8k,
+        '{"question", "answer"}, which ends "#### NUMBER" or "The answer is NUMBER."',
+    ),
     "mgsm": (_mgsm, 'lines "QUESTION, tab, NUMBER" or {"question", "answer_number"}'),
     "humaneval": (_humaneval, '{"task_id", "prompt", "entry_point", "test"}'),
     "mbpp": (_mbpp, '{"task_id", "text", "test_list"}'),
@@ -185,7 +191,9 @@ FORMS: dict[str, tuple[Callable[[dict[str, Any], str], Prompt], str]] = {
 def _number_problem(question: str, solution: str, name: str, category: str) -> Problem:
     number = number_of(solution)
     if number is None:
-        raise BadRecordError('the solution has no single number, nor "#### NUMBER"')
+        raise BadRecordError(
+            'the solution has no single number, nor "#### NUMBER" or "The answer is NUMBER."'
+        )
     if not question.strip():
         raise BadRecordError("an empty question")
     turns = [check_text(question)]

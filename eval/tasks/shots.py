@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from decoding.errors import UserError
 from eval.tasks.forms import Problem, read_problems
+from jobs.paths import resolve
 
 TURN = "{turn}"
 
@@ -25,9 +26,9 @@ class Shots:
 def read_shots(form: str, path: str, count: int, template: str) -> Shots:
     """Return the first `count` solved problems of a file as text, each in the question's frame.
 
-    form: the published form of the file, with solutions. template: text around {turn}; an example
-    is the framed question, a space and its solution, as it is in the file. Raises UserError for a
-    file with fewer solved problems, and for a count of 0.
+    form: the published form of the file, with solutions. path: the file, or embedded:NAME.
+    template: text around {turn}; an example is the framed question, a space and its solution, as it
+    is in the file. Raises UserError for a file with fewer solved problems, and for a count of 0.
     """
     if count < 1:
         raise UserError(
@@ -35,7 +36,9 @@ def read_shots(form: str, path: str, count: int, template: str) -> Shots:
             f"benchmark.shots={path}, such as 8."
         )
     solved = [
-        one for one in read_problems(form, path) if isinstance(one, Problem) and one.solution
+        one
+        for one in read_problems(form, str(resolve(path)))
+        if isinstance(one, Problem) and one.solution
     ][:count]
     if len(solved) < count:
         raise UserError(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.models.draft_vocabulary import restrict_head
+from eval.config import BenchmarkConfig
 from eval.engines.agreement import (
     AGREES,
     DIFFERS,
@@ -96,6 +97,10 @@ def test_a_depth_tests_what_the_one_before_accepted_if_an_engine_reports_no_test
         ({"engine_python": {"vlm": "python"}}, "engine_python has vlm, expected the name"),
         ({"engine_target": {"vlm": "x.gguf"}}, "engine_target has vlm, expected the name"),
         ({"engine_target": {"hf": "/no/x"}}, "engine_target.hf is /no/x, which does not exist"),
+        (
+            {"benchmark": BenchmarkConfig(path="x", stop_strings=["Q:"])},
+            "benchmark.stop_strings is .*, which only our own loop has",
+        ),
         ({"min_p": 0.1}, "min_p is 0.1, which only our own loop has"),
         ({"max_seconds": 5.0}, "max_seconds is 5.0, which only our own loop has"),
         (

@@ -37,10 +37,8 @@ BAD: list[tuple[str, Any]] = [
 def evaluation(**changed: Any) -> None:
     if "temperature" in changed:
         changed["temperatures"] = [0.0, changed.pop("temperature")]
-    benchmark = BenchmarkConfig(path=str(ASSETS / "prompts.jsonl"))
-    check_eval(
-        EvalConfig(job="eval.run", output_dir="", target=TARGET, benchmark=benchmark, **changed)
-    )
+    changed = {"benchmark": BenchmarkConfig(path=str(ASSETS / "prompts.jsonl")), **changed}
+    check_eval(EvalConfig(job="eval.run", output_dir="", target=TARGET, **changed))
 
 
 def generation(**changed: Any) -> None:
@@ -93,6 +91,10 @@ def test_a_job_accepts_values_at_the_bounds(check: Any, good: dict[str, Any]) ->
         (
             {"stop_strings": [""]},
             "stop_strings is .*, expected a tuple of nonempty strings",
+        ),
+        (
+            {"benchmark": BenchmarkConfig(path="x", stop_strings=[""])},
+            "benchmark.stop_strings is .*, expected a tuple of nonempty strings",
         ),
         ({"stopping_threshold": NAN}, "stopping_threshold is nan, expected a number from 0 to 1"),
         ({"temperatures": []}, "temperatures is .., expected one or more"),

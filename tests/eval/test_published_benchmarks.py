@@ -2,20 +2,25 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from decoding.errors import UserError
 from eval.config import EvalConfig
-from eval.measure.benchmarks import Benchmark, load_benchmark
+from eval.measure.benchmarks import Benchmark, load_benchmark, select_prompts
 from eval.measure.records import read_records
+from eval.measure.setup import settings_of
 from eval.run import run
 from eval.statistics.schema import read_rows
-from eval.tasks.forms import PUBLISHED
+from eval.tasks.answers import Number
+from eval.tasks.forms import PUBLISHED, Problem
 from jobs.composing import compose_job
 from jobs.config import typed
+from jobs.paths import resolve
 from tests.support import tiny_folders as tiny
 from tests.support.tiers import tiered
 
@@ -36,15 +41,6 @@ ALL = ("max_prompts=0", "sweep=[]", "num_draft_tokens=[4]")
 GROUPS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 
 
-@pytest.fixture(scope="module")
-def shots(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the option that names eight worked examples."""
-    lines = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
-    file = tmp_path_factory.mktemp("shots") / "train.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"benchmark.shots={file}"
-
-
 def configured(data: Path, name: str, *more: str) -> EvalConfig:
     """Return an evaluation of a named benchmark's real file, as the command line gives it."""
     given = [f"benchmark={name}", f"benchmark.path={data / 'eval' / WHOLE[name][0]}", *more]
@@ -61,12 +57,9 @@ def kept(cfg: EvalConfig, tokenizer: Path) -> Benchmark:
 
 
 @pytest.mark.parametrize("name", tiered(WHOLE, ["mt_bench", "spec_bench"]))
-def test_every_published_prompt_is_kept(
-    name: str, shared_data: Path, llama_tokenizer: Path, shots: str
-):
+def test_every_published_prompt_is_kept(name: str, shared_data: Path, llama_tokenizer: Path):
     """Check the counts of prompts, turns and groups; the default limit keeps fewer."""
     more = [] if name == "hellaswag" else ["benchmark.chat_template=vicuna"]
-    more += [shots] if name == "gsm8k_8_shot" else []
     found = kept(configured(shared_data, name, *ALL, *more), llama_tokenizer)
     _, prompts, turns = WHOLE[name]
     assert len(found.prompts) == found.counts["kept"] == found.counts["read"] == prompts
@@ -121,3 +114,42 @@ def test_a_part_of_a_published_benchmark_is_named_in_the_report(shared_data: Pat
     folder = measured(configured(shared_data, "humaneval", *part), wide, "part")
     page = (folder / "report.html").read_text()
     assert "159 of the 164 prompts that HumanEval has as published." in page
+
+
+def test_gsm8k_with_eight_shots_has_the_published_form(shared_data: Path, tmp_path: Path):
+    """Read the real file after our examples and after a user's: frame, end and checked answers."""
+    cfg = configured(shared_data, "gsm8k_8_shot", *ALL)
+    found = select_prompts(cfg.benchmark)
+    assert len(found) == PUBLISHED["gsm8k"]
+    ours = [json.loads(line) for line in resolve(cfg.benchmark.shots).open()]
+    assert len(ours) == 8 and not {one["question"] for one in ours} & {
+        json.loads(line)["turns"][0] for line in resolve(cfg.benchmark.path).open()
+    }
+    before = "".join(f"Q: {one['question']}\nA: {one['answer']}\n\n" for one in ours)
+    for prompt in found:
+        [text] = prompt.turns
+        assert text.startswith(before + "Q: ") and text.endswith("\nA:")
+        assert text.count("\n\nQ: ") == 8, "no example contains the string that ends an answer"
+        assert isinstance(prompt, Problem) and isinstance(prompt.check, Number)
+        right = prompt.check.expected
+        stated = f"That makes 5 + 1 = 6. The answer is {right:,}."
+        assert prompt.check.accepts(f"{stated}\n\nQ: And two more?\nA: The answer is 0.5.")
+        assert not prompt.check.accepts(stated.replace("is ", "is 9")), "control: another number"
+        alone = replace(prompt.check, until="")
+        assert not alone.accepts(f"{stated}\n\nQ: More?\nA: The answer is 0.5."), "control: no cut"
+    assert settings_of(cfg, (), None).stop_strings == ("\n\nQ:",)
+    chats = configured(shared_data, "gsm8k", *ALL)
+    assert settings_of(chats, (), None).stop_strings == (), "control: no frame, no stop string"
+    # a file of examples in the paper's form is read as it is
+    theirs = [
+        {"question": f"{n} and 1?", "answer": f"{n} + 1 = {n + 1}. The answer is {n + 1}."}
+        for n in range(8)
+    ]
+    file = tmp_path / "theirs.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in theirs))
+    cfg = configured(shared_data, "gsm8k_8_shot", *ALL, f"benchmark.shots={file}")
+    first, *_ = select_prompts(cfg.benchmark)
+    assert first.turns[0].startswith("Q: 0 and 1?\nA: 0 + 1 = 1. The answer is 1.\n\nQ: 1 and 1?")
+    file.write_text(file.read_text().replace("The answer is", "Perhaps"))
+    with pytest.raises(UserError, match="no single number"):
+        select_prompts(cfg.benchmark)

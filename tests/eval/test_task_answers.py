@@ -46,6 +46,14 @@ from training.data.readers import Prompt
         ("none at all", None),
         ("", None),
         ("#### unknown, perhaps 4", "4"),
+        ("The answer is 18. He had 3 more.", "18"),
+        ("The answer is 7. No: the answer is $1,234.50.", "1234.5"),
+        ("So the final answer is: -$6.", "-6"),
+        ("The answer is 5 + 4 = 9 pens, of which 2 are new.", "9"),
+        ("The answer is 0.75 of 4", "0.75"),
+        ("The answer is eighteen, or 18.", "18"),
+        ("The answer is clear. It is 4.", "4"),
+        ("The answer is 3.\n#### 5", "5"),
     ],
 )
 def test_the_number_of_an_answer(answer: str, number: str | None) -> None:
@@ -65,6 +73,8 @@ def test_only_the_expected_number_is_accepted() -> None:
 def test_the_number_of_a_solution_is_unique() -> None:
     assert number_of("2 + 2 = 4\n#### 1,234") == 1234
     assert number_of("1,234") == 1234
+    assert number_of("1 and 2 are 3. The answer is 3.") == 3
+    assert number_of("The answer is 3.\n#### 5") == 5
     assert number_of("2 or 3") is None and number_of("") is None
 
 
