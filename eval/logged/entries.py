@@ -31,6 +31,7 @@ class Entry:
     is_turn: bool = True
     id: str = ""  # of the prompt; empty: the log has none
     turn: int = 0
+    sample: int = 0  # number among the outputs of one request
     category: str = ""
     text: str | None = None  # the output's text beside its ids, to compare
     prompt_tokens: int | None = None  # counts in the log, to compare
@@ -44,7 +45,7 @@ class Entry:
 class Log:
     """The entries of a log.
 
-    left_out: reason -> places of responses that hold no output, such as failed requests.
+    left_out: reason -> places of responses and choices without an output, such as failed requests.
     """
 
     kind: str  # the format, in words

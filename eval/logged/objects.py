@@ -8,7 +8,8 @@ An object is one of these, and a file holds one kind:
     {"choices": [{"message" or "text", "token_ids"}]}               a response of OpenAI's API
     {"request", "response"}, or {"custom_id", "response": {"body"}} with its request, or in a batch
 
-A response may have the `messages` or the `prompt` of its request beside it.
+Every choice of a response and every output of a RequestOutput counts, as samples of its prompt. A
+response may have the `messages` or the `prompt` of its request beside it.
 """
 
 from __future__ import annotations
@@ -54,22 +55,29 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def entries_in(
     record: dict[str, Any], place: str, requests: Mapping[str, Mapping[str, Any]]
-) -> list[Entry]:
-    """Return the outputs in an object.
+) -> tuple[list[Entry], list[str]]:
+    """Return the outputs in an object, and the reason of each choice that holds none.
 
     requests: custom_id -> body of the request. Raises UserError for an object of no known form, and
     NoOutputError for the response of a failed request.
     """
-    if _has_response(record) or "choices" in record:
-        answers = {} if _has_response(record) else _first_choice(record, place)
-        if "turns" in answers:  # FastChat's form of model answers
-            return _answers({**record, "turns": answers["turns"]}, place)
-        return [_response(record, place, requests)]
+    if _has_response(record):
+        return _response(record, place, requests)
+    if "choices" in record:
+        choices = _dicts(record["choices"], place, "choices", "a list of choices")
+        if "turns" in choices[0]:  # FastChat's form of model answers
+            answers = [
+                replace(one, sample=sample)
+                for sample, choice in enumerate(choices)
+                for one in _answers({**record, "turns": choice.get("turns")}, place)
+            ]
+            return answers, []
+        return _response(record, place, requests)
     if "outputs" in record:
-        return [_request_output(record, place)]
+        return _request_outputs(record, place), []
     if "turns" in record:
-        return _answers(record, place)
-    return [_pair(record, place)]
+        return _answers(record, place), []
+    return [_pair(record, place)], []
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
@@ -144,26 +152,25 @@ def _pair(record: Mapping[str, Any], place: str) -> Entry:
     )
 
 
-def _request_output(record: Mapping[str, Any], place: str) -> Entry:
-    outputs = record["outputs"]
-    if not isinstance(outputs, list) or not outputs or not isinstance(outputs[0], dict):
-        raise wrong(place, f"{outputs!r:.40} as outputs", 'a list of {"token_ids", "text"}')
-    first = {**outputs[0], "output": outputs[0].get("text")}
+def _request_outputs(record: Mapping[str, Any], place: str) -> list[Entry]:
+    outputs = _dicts(record["outputs"], place, "outputs", 'a list of {"token_ids", "text"}')
     given = {key: record[key] for key in (PROMPT_IDS, "prompt") if record.get(key) is not None}
-    entry = _pair({**first, **given}, place)
-    return replace(entry, id=str(record.get("request_id", "")), is_turn=False)
+    pairs = (_pair({**one, "output": one.get("text"), **given}, place) for one in outputs)
+    name = str(record.get("request_id", ""))
+    return [replace(one, id=name, is_turn=False, sample=at) for at, one in enumerate(pairs)]
 
 
-def _first_choice(record: Mapping[str, Any], place: str) -> dict[str, Any]:
-    choices = record.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise wrong(place, f"{choices!r:.40} as choices", "a list of choices")
-    return choices[0]
+def _dicts(value: Any, place: str, key: str, expected: str) -> list[dict[str, Any]]:
+    """Return a list of one or more objects. Raises UserError for anything else."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+        raise wrong(place, f"{value!r:.40} as {key}", expected)
+    return value
 
 
 def _response(
     record: dict[str, Any], place: str, requests: Mapping[str, Mapping[str, Any]]
-) -> Entry:
+) -> tuple[list[Entry], list[str]]:
+    """Return the outputs of a response, and the reason of each choice that holds none."""
     body, name, request = record, "", record.get("request")
     if _has_response(record):
         response = record["response"]
@@ -184,14 +191,22 @@ def _response(
         request = request["body"]
     if body.get("object") == "chat.completion.chunk":
         raise wrong(place, "a chunk of a stream", "complete responses")
-    entry, asked = _completion(body, place), _asked(request, place)
-    if entry.prompt is not None:
-        asked.pop("prompt", None)
-    return replace(entry, id=name, is_turn=False, **asked)
+    asked, found, without = _asked(request, place), list[Entry](), list[str]()
+    choices = _dicts(body.get("choices"), place, "choices", "a list of choices")
+    for choice in choices:
+        try:
+            one = _completion(body, choice, place)
+        except NoOutputError as reason:
+            without.append(str(reason))
+            continue
+        own = {} if one.prompt is None else {"prompt": one.prompt}
+        counted = one.output_tokens if len(choices) == 1 else None  # of all choices together
+        fields = {**asked, **own, "output_tokens": counted, "sample": len(found)}
+        found.append(replace(one, id=name, is_turn=False, **fields))
+    return found, without
 
 
-def _completion(body: Mapping[str, Any], place: str) -> Entry:
-    choice = _first_choice(body, place)
+def _completion(body: Mapping[str, Any], choice: Mapping[str, Any], place: str) -> Entry:
     message = choice.get("message")
     text = choice.get("text") if message is None else None
     if isinstance(message, dict):

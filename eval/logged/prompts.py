@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ class PromptSource:
         if without or turns:
             self.render = choose_rendering(tokenizer, cfg.render, cfg.chat_template, KEYS)
         self._prompts = self._join(without) if without else {}
-        # outputs and turns of the log by prompt and turn
-        self._entries = {(entry.id, entry.turn): entry for entry in entries if entry.id}
+        # outputs and turns of the log by prompt, turn and sample
+        self._entries = {(one.id, one.turn, one.sample): one for one in entries if one.id}
 
     def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return the entries of the turns that the settings select."""
@@ -77,7 +78,7 @@ class PromptSource:
         return entry.category or (known.category if known else "none")
 
     def _earlier(self, entry: Entry, turn: int) -> Entry:
-        found = self._entries.get((entry.id, turn))
+        found = self._entries.get((entry.id, turn, entry.sample))
         if found is None:
             raise UserError(
                 f"{entry.place}: found an output of turn {entry.turn + 1} of {entry.id!r}, "
@@ -98,14 +99,16 @@ class PromptSource:
             dataclasses.replace(self.cfg, path=path, render=self.render, turns="all"), max_bad=0.0
         )
         if not all(entry.id for entry in entries):
-            if len(entries) != len(prompts):
+            requests = [entry.place for entry in entries if entry.sample == 0]
+            if len(requests) != len(prompts):
                 raise UserError(
-                    f"the log holds {len(entries)} outputs without the ids of their prompts, and "
+                    f"the log holds {len(requests)} outputs without the ids of their prompts, and "
                     f"{self.cfg.path} {len(prompts)} prompts; expected as many. Set "
                     f"benchmark.path= to the log's prompts, in its order (benchmark.first=N keeps "
                     f"the first N)."
                 )
-            return dict(zip(entries, prompts, strict=True))
+            numbers = itertools.accumulate(entry.sample == 0 for entry in entries)
+            return {one: prompts[number - 1] for one, number in zip(entries, numbers, strict=True)}
         by_id = {prompt.id: prompt for prompt in prompts}
         missing = [entry for entry in entries if entry.id not in by_id]
         if missing:

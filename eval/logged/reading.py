@@ -64,9 +64,12 @@ def _read_json(path: Path, requests: str) -> Log:
         if not entries and not left_out and _is_chat(record):
             return Log("chats", _chats(path), {})
         try:
-            entries += entries_in(record, place, bodies)
+            found, without = entries_in(record, place, bodies)
         except NoOutputError as reason:
-            left_out.setdefault(str(reason), []).append(place)
+            found, without = [], [str(reason)]
+        entries += found
+        for why in without:
+            left_out.setdefault(why, []).append(place)
     return Log("JSON", entries, left_out)
 
 

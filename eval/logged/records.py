@@ -73,6 +73,7 @@ def _entry(record: Record, place: str, limit: int) -> Entry:
         list(record.tokens),
         id=record.prompt_id,
         turn=record.turn,
+        sample=record.sample,
         category=record.category,
         prompt_tokens=record.prompt_tokens,
         limit=limit,

@@ -308,7 +308,66 @@ def test_empty_outputs_are_left_out_and_counted(tmp_path: Path) -> None:
         texts_of(written(tmp_path / "empty.jsonl", PAIR | {"token_ids": []}))
 
 
-def test_logs_of_vicuna_have_llamas_tokens(shared_data: Path, llama_tokenizer: Path) -> None:
+# outputs of one request, `Hello there` and `No` after `<u>Hi?<a>`, in every form that has several
+SEVERAL: dict[str, Any] = {
+    "vLLM RequestOutput": {
+        "prompt_token_ids": PROMPT,
+        "outputs": [{"token_ids": HELLO}, {"token_ids": ids("No"), "text": "No"}],
+    },
+    "response": {
+        "request": {**REQUEST, "n": 2},
+        "response": {
+            "choices": [{"message": message("assistant", text)} for text in ("Hello there", "No")],
+            "usage": {"prompt_tokens": len(PROMPT), "completion_tokens": 13},
+        },
+    },
+    "FastChat": {"question_id": "b", "choices": [{"turns": ["Hello there"]}, {"turns": ["No"]}]},
+    "response alone": {"choices": [{"text": "Hello there"}, {"text": "No"}]},
+}
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_all_outputs_of_a_request_are_samples_of_its_prompt(form: str, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, "b") if form in ("FastChat", "response alone") else None
+    path = written(tmp_path / "log.jsonl", SEVERAL[form])
+    found = texts_of(path, prompts)
+    assert [one.tokens for one in found.texts] == [HELLO, ids("No")]
+    assert [one.prompt for one in found.texts] == [PROMPT, PROMPT]
+    assert len({one.prompt_id for one in found.texts}) == 1 and not found.notes
+    again = written(tmp_path / "apart.jsonl", SEVERAL[form], SEVERAL[form])
+    if form not in ("FastChat", "response alone"):
+        assert len({one.prompt_id for one in texts_of(again).texts}) == 2, "control: two requests"
+
+
+def test_later_turns_follow_the_answers_of_their_own_sample(tmp_path: Path) -> None:
+    choices = [{"turns": ["Hello there", "No"]}, {"turns": ["Bye", "Yes"]}]
+    path = written(tmp_path / "log.jsonl", {"question_id": "b", "choices": choices})
+    found = texts_of(path, prompt_file(tmp_path, "a", "b")).texts
+    assert [(one.prompt, one.tokens) for one in found if one.turn == 1] == [
+        (ids(f"<u>Hi?<a>{first}</s><u>And?<a>"), ids(then))
+        for first, then in (("Hello there", "No"), ("Bye", "Yes"))
+    ]
+
+
+def test_choices_without_an_output_are_counted(tmp_path: Path) -> None:
+    call = {"message": {"content": None, "tool_calls": [{"id": "x"}]}}
+    record = {**REQUEST, "choices": [call, *chat_body()["choices"], call]}
+    found = texts_of(written(tmp_path / "log.jsonl", record))
+    assert [one.tokens for one in found.texts] == [HELLO]
+    assert found.notes[0].startswith("2 left out: tool_calls without token_ids (")
+    record["choices"] = chat_body()["choices"] * 2
+    found = texts_of(written(tmp_path / "log.jsonl", record))
+    assert len(found.texts) == 2 and not found.notes, "control"
+
+
+# size of the model -> tokens that the documentation of the log states
+VICUNA = {"7b": 43_594, "13b": 43_009, "33b": 54_254}
+
+
+@pytest.mark.parametrize("size", VICUNA)
+def test_logs_of_vicuna_have_llamas_tokens(
+    size: str, shared_data: Path, llama_tokenizer: Path
+) -> None:
     """Check the number of tokens that the log's documentation states."""
     from decoding.models.text.tokenizer import load_tokenizer
 
@@ -317,9 +376,12 @@ def test_logs_of_vicuna_have_llamas_tokens(shared_data: Path, llama_tokenizer: P
     benchmark = BenchmarkConfig(
         path=str(folder / "mt_bench.jsonl"), chat_template="vicuna", turns="all"
     )
-    log = read_log(str(folder / "target_outputs" / "mt_bench_vicuna-7b-v1.3.jsonl"))
-    found = Reader(log, benchmark, tokenizer, len(tokenizer), (2,)).read(20)
-    assert len(found.texts) == 20 and not found.warnings
+    log = read_log(str(folder / "target_outputs" / f"mt_bench_vicuna-{size}-v1.3.jsonl"))
+    found = Reader(log, benchmark, tokenizer, len(tokenizer), (2,)).read()
+    assert len(found.texts) == 160 and not found.warnings
+    assert found.tokens == VICUNA[size]
     texts: Sequence[str] = [tokenizer.decode(one.tokens) for one in found.texts]
-    assert texts[0].startswith('Title: "Aloha Adventures') and not texts[0].endswith("</s>")
+    assert not any(text.endswith("</s>") for text in texts)
+    if size == "7b":
+        assert texts[0].startswith('Title: "Aloha Adventures')
     assert tokenizer.decode(found.texts[1].prompt).endswith("the letter A. ASSISTANT:")
