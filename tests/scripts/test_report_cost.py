@@ -47,7 +47,17 @@ def test_seconds_outside_decoding_are_the_runs_own_cost(
     own = found["page_seconds"] + found["rest_seconds"]
     assert found["own_cost"] == pytest.approx(own / found["decoding_seconds"])
     assert not found["goals"]["own_cost"]["met"]
-    assert f"own cost: {found['own_cost']:.2%} of decoding" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"own cost: {found['own_cost']:.2%} of decoding" in printed
+    left_out = {part: found[f"{part}_seconds"] for part in ("start", "timing")}
+    for part, spent in left_out.items():
+        share = spent / found["decoding_seconds"]
+        assert f"{part} {spent:.2f} s ({share:.2%})" in printed, "beside the figure"
+    outside = found["outside_decoding"]
+    assert outside == pytest.approx(
+        found["own_cost"] + sum(left_out.values()) / found["decoding_seconds"]
+    )
+    assert f"all outside decoding: {outside:.2%} of decoding" in printed
     monkeypatch.setattr(job, "evaluation_page", page)
     monkeypatch.setattr(job, "load", lambda cfg: (time.sleep(slow), load(cfg))[1])
     again = own_cost_of(tmp_path, monkeypatch)
