@@ -97,7 +97,9 @@ def measured(cfg: EvalConfig, home: Path, folder: str) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mt_bench", "humaneval"])
+@pytest.mark.parametrize(
+    "name", ["mt_bench", pytest.param("humaneval", marks=pytest.mark.exhaustive)]
+)
 def test_a_row_counts_every_published_prompt(name: str, shared_data: Path, wide: Path):
     """Decode all prompts of the real file, both turns where there are two."""
     folder = measured(configured(shared_data, name, *ALL), wide, name)
