@@ -39,17 +39,21 @@ def subject(outlook: Outlook, config: PlanConfig) -> str:
 
 
 def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
-    """Return what to train, in sentences."""
-    rows, found = outlook.rows, list[str]()
+    """Return what to train, in sentences, and first which costs to measure again."""
+    rows, found = outlook.rows, _doubts(outlook.rows)
+    if all(row.unreliable for row in rows):
+        return found
+    nothing = "train nothing until then" if found else "train nothing"
     chosen, speedup = worth_training(rows), f"{config.speedups[0]:g}x"
     if not outlook.knows_acceptance:
         if not chosen:
-            return [f"No acceptance would reach {speedup} here: train nothing."]
+            return [*found, f"No acceptance would reach {speedup} here: {nothing}."]
         return [
+            *found,
             f"No acceptance of this target was measured yet, so nothing is predicted. "
-            f"{chosen[0].drafter} needs the least{_doubt(chosen[0])}: an acceptance rate of "
+            f"{chosen[0].drafter} needs the least: an acceptance rate of "
             f"{_need(chosen[0].needs[0])} for {speedup}, at the draft length in parentheses. "
-            f"Train it or any other one, evaluate it, and plan again."
+            f"Train it or any other one, evaluate it, and plan again.",
         ]
     if trained := best_trained(rows):
         found.append(
@@ -58,10 +62,10 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
             f"{trained.num_draft_tokens}."
         )
     if not chosen:
-        found.append("No other drafter is predicted to be faster: train nothing.")
+        found.append(f"No other drafter is predicted to be faster: {nothing}.")
     for number, row in enumerate(chosen):
         expected = (
-            f"{_interval(row)} predicted{_doubt(row)} at draft length {row.num_draft_tokens}, "
+            f"{_interval(row)} predicted at draft length {row.num_draft_tokens}, "
             f"{row.tokens_per_second:,.0f} tokens/s"
         )
         if is_trained(row, rows):
@@ -96,7 +100,8 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
             }
         cell["training"] = f"{operations(row.training_flop)}, {_duration(row.training_hours)}"
         cells.append(cell)
-        marks.append("bad" if row.speedup_high is not None and row.speedup_high < 1 else "")
+        slow = row.speedup_high is not None and row.speedup_high < 1
+        marks.append("bad" if slow and not row.unreliable else "")
     return make_table(subject(outlook, config), cells, marks, SPARE)
 
 
@@ -109,8 +114,17 @@ def _reliable(row: PlanRow, shown: str) -> str:
     return text.UNRELIABLE if row.unreliable else shown
 
 
-def _doubt(row: PlanRow) -> str:
-    return " from unreliable costs" if row.unreliable else ""
+def _doubts(rows: Sequence[PlanRow]) -> list[str]:
+    """Return a sentence for each reason for which costs are unreliable."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.unreliable:
+            by_reason.setdefault(row.unreliable, []).append(row.drafter)
+    return [
+        f"Unreliable costs, as {why}: {', '.join(names)}. Nothing is concluded from them: delete "
+        f"their lines of costs.jsonl, and plan again on an idle machine."
+        for why, names in by_reason.items()
+    ]
 
 
 def _training_time(row: PlanRow, outlook: Outlook, config: PlanConfig) -> str:
@@ -159,15 +173,7 @@ def curves_table(curves: Sequence[Curve]) -> Table:
 
 def notes_of(outlook: Outlook) -> list[str]:
     """Return what limits the plan, in sentences."""
-    doubtful: dict[str, list[str]] = {}
-    for row in outlook.rows:
-        if row.unreliable:
-            doubtful.setdefault(row.unreliable, []).append(row.drafter)
-    found = [
-        f"Unreliable costs, as {why}: {', '.join(names)}. Delete their lines of costs.jsonl to "
-        f"measure them again."
-        for why, names in doubtful.items()
-    ]
+    found = list[str]()
     tokens, (least, most) = outlook.rows[0].training_tokens, outlook.known_tokens
     if most and not least <= tokens <= most:
         nearest = min(max(tokens, least), most)

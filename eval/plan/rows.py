@@ -260,10 +260,14 @@ def pooled_rates(curves: Sequence[Curve]) -> list[float]:
 
 
 def ranked(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the rows, the fastest predicted first, and those without speedup by their need."""
+    """Return the rows, the fastest predicted first, and those without speedup by their need.
+
+    Rows with unreliable costs are last.
+    """
     return sorted(
         rows,
         key=lambda row: (
+            bool(row.unreliable),
             -(row.predicted_speedup or 0.0),
             2.0 if row.needed is None else row.needed,
         ),
@@ -271,8 +275,11 @@ def ranked(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """Return the fastest drafter whose acceptance was measured; None if there is none."""
-    trained = [row for row in rows if row.acceptance == MEASURED]
+    """Return the fastest drafter whose acceptance was measured; None if there is none.
+
+    Those with unreliable costs are left out.
+    """
+    trained = [row for row in rows if row.acceptance == MEASURED and not row.unreliable]
     return max(trained, key=lambda row: row.predicted_speedup or 0.0, default=None)
 
 
@@ -287,14 +294,15 @@ def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
     It must be faster than no drafter and than every trained one. The others reach its speedup at
     their upper bound, and each of them trains in fewer FLOPs than those before it; a tree whose
     weights were evaluated as a chain needs none. Where no acceptance is known, the result is the
-    candidate that needs the least.
+    candidate that needs the least. Candidates with unreliable costs are left out.
     """
+    reliable = [row for row in rows if not row.unreliable]
     if all(row.acceptance == NONE for row in rows):
-        able = [row for row in rows if row.needed is not None]
+        able = [row for row in reliable if row.needed is not None]
         return sorted(able, key=lambda row: row.needed or 0.0)[:1]
     trained = best_trained(rows)
     to_beat = max(1.0, (trained.predicted_speedup or 0.0) if trained else 0.0)
-    new = [row for row in rows if row.acceptance == PREDICTED]
+    new = [row for row in reliable if row.acceptance == PREDICTED]
     faster = [row for row in new if (row.predicted_speedup or 0.0) > to_beat]
     chosen: list[PlanRow] = []
 

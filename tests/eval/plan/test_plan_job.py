@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from decoding.costs.prediction import best_gamma, predicted_speedup
+from decoding.interfaces import RoundCosts
+from eval.plan.candidates import candidates
 from eval.plan.costs import FILE, MeasuredCosts
 from eval.plan.curves import read_curves, write_curves
 from eval.plan.job import PAGE
 from eval.plan.plots import needed_and_accepted
-from eval.plan.report import advice, notes_of
-from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, ranked
+from eval.plan.report import advice, notes_of, plan_table
+from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, build_outlook, ranked
 from jobs.run_files import read_journal_lines
 from tests.support.plans import NAMES, again, config, curve, rows_in
+from training.models.build import target_config
 
 
 def test_without_acceptances_every_drafter_has_its_need(home: Path, capsys: Any):
@@ -36,7 +39,47 @@ def test_without_acceptances_every_drafter_has_its_need(home: Path, capsys: Any)
     assert sizes["eagle3"][0] > sizes["eagle3"][1], "a control: its layer has keys and values"
     page = (home / "planned" / PAGE).read_text()
     assert all(name in page for name in NAMES)
-    assert "needs the least" in page
+
+
+def test_nothing_is_concluded_from_unreliable_costs(home: Path):
+    asked = config(home, "")
+    found = candidates(asked, target_config(asked.target))
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    shallow, deep = NAMES[:2]
+    doubt = "Unreliable costs, as others ran: "
+    remedy = (
+        "Nothing is concluded from them: delete their lines of costs.jsonl, and plan again on an "
+        "idle machine."
+    )
+
+    def advised(unreliable: str, disturbed: list[str], alpha: float = 0.0) -> str:
+        """Plan with rounds of the disturbed drafters that are shorter than their parts."""
+        costs = []
+        for name, one in zip(NAMES, measured, strict=True):
+            draft_ms = 0.2 if name in (shallow, deep) else 2.0
+            made = RoundCosts(draft_ms, (1.0,) * len(one.costs.t_target_ms), 0.0, 0.0)
+            if name in disturbed:
+                made = dataclasses.replace(made, overhead_ms=-0.9, unreliable=unreliable)
+            costs.append(dataclasses.replace(one, costs=made))
+        known = [curve(home, "chain", 1, alpha), curve(home, "medusa", 0, alpha)] if alpha else []
+        outlook = build_outlook(asked, [*zip(found, costs, strict=True)], known, 1.0)
+        last = plan_table(outlook, asked).column("drafter")[-len(disturbed) :]
+        assert not unreliable or {*last} == {*disturbed}
+        return " ".join(advice(outlook, asked))
+
+    assert f"{deep} needs the least: an acceptance rate of 0.00" in advised("", [deep]), "a control"
+    out = advised("others ran", [deep])
+    assert f"{doubt}{deep}. {remedy}" in out
+    assert f"{shallow} needs the least: " in out and "rate of 0.00" not in out
+    assert advised("others ran", NAMES) == f"{doubt}{', '.join(NAMES)}. {remedy}"
+
+    assert f"Train {deep}: " in advised("", [deep], 0.7), "a control"
+    out = advised("others ran", [deep], 0.7)
+    assert f"Fastest of the trained drafters: {shallow}, " in out and doubt in out
+    assert f"Train {deep}: " not in out
+    assert "faster: train nothing until then." in advised("others ran", [deep, "eagle3"], 0.7)
+    out = advised("others ran", NAMES, 0.7)
+    assert remedy in out and "Fastest of" not in out and "Train " not in out
 
 
 def test_the_needed_acceptance_gives_the_speedup_in_the_plan_too(home: Path):
