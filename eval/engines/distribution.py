@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decoding.drafters.parallel import MASK_TOKEN, TRAINED_TOKENS
 from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.sampling.warpers import Warper
@@ -31,7 +32,7 @@ from heads.eagle.model import EagleConfig
 from heads.medusa.kind import KIND as MEDUSA
 from heads.medusa.model import MedusaConfig
 from jobs.files import write_text
-from serving.engines.heads import EAGLE, EAGLE3, HEADS, P_EAGLE
+from serving.engines.heads import EAGLE, EAGLE3, HEADS, P_EAGLE, PARD
 from serving.engines.interface import EngineConfig, Method, Sampling
 from serving.engines.process import EngineProcess
 from serving.engines.registry import ENGINES
@@ -74,8 +75,11 @@ class Verdict:
         )
 
 
-def write_model(folder: Path, seed: int, spread: float = SPREAD) -> Path:
-    """Write a random model of five symbols. spread: standard deviation of its weights."""
+def write_model(folder: Path, seed: int, spread: float = SPREAD, **more: Any) -> Path:
+    """Write a random model of five symbols.
+
+    spread: standard deviation of its weights. more: further values of config.json.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=SYMBOLS,
@@ -88,6 +92,7 @@ def write_model(folder: Path, seed: int, spread: float = SPREAD) -> Path:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **more,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -97,6 +102,8 @@ def write_drafter(method: str, folder: Path) -> str:
     """Write a random drafter of a method; return its folder, empty if the method has none."""
     if method == "draft_model":
         return str(write_model(folder, seed=2))
+    if method == PARD:
+        return str(write_model(folder, 2, **{MASK_TOKEN: SYMBOLS - 1, TRAINED_TOKENS: DRAFTED}))
     if method not in HEADS:
         return ""
     kind, shape = _random_head(method)

@@ -16,7 +16,7 @@ from eval.measure.records import AUTOREGRESSIVE, Condition
 from eval.measure.setup import Loaded
 from jobs.drafters import CONTROL
 from serving.engines.conversion import llama_server
-from serving.engines.heads import ServedHead, served_head
+from serving.engines.heads import PARD, ServedHead, served_head
 from serving.engines.registry import ENGINES, OURS, python_of
 
 DRAFT_LENGTH = 4  # drafted tokens of a round where num_draft_tokens is empty
@@ -195,7 +195,7 @@ def plan_engines(cfg: EvalConfig, loaded: Loaded) -> EnginePlan:
                 lengths = [head.num_draft_tokens] if head.num_draft_tokens else any_length
                 arms += [EngineArm(engine, head.method, name, n) for n in lengths]
             else:
-                not_run.append(f"{name} in {engine}: it does not run heads of {head.method}")
+                not_run.append(f"{name} in {engine}: it does not run `{head.method}`")
         if CONTROL in loaded.bench.drafters:
             arms += [EngineArm(engine, "ngram", CONTROL, n) for n in any_length]
     batched = max(cfg.batch_sizes) > 1
@@ -241,7 +241,7 @@ def _methods(loaded: Loaded, engines: Sequence[str]) -> tuple[dict[str, ServedHe
             continue
         if folder is None or head is None:
             not_run.append(f"{name}: only our own loop runs this kind of drafter")
-        elif head.method == DRAFT_MODEL and (size := draft_vocab_size(folder)):
+        elif head.method in (DRAFT_MODEL, PARD) and (size := draft_vocab_size(folder)):
             not_run.append(
                 f"{name}: only our own loop reads its draft vocabulary of {size:,} tokens. `python "
                 f"scripts/full_vocabulary.py {folder} COPY` makes a drafter for the others"

@@ -13,17 +13,17 @@ from decoding.interfaces import Drafter
 from decoding.models.draft_vocabulary import draft_vocab_size
 from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 from jobs.paths import name_anywhere
-from serving.engines.heads import EAGLE3, P_EAGLE, ServedHead, served_head
+from serving.engines.heads import EAGLE3, P_EAGLE, PARD, ServedHead, served_head
 
 KEY = "num_speculative_tokens_per_batch_size"
 SIZES = (1, 3)  # tokens of an n-gram of our prompt lookup
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-PARALLEL = {P_EAGLE: EAGLE3}  # -> vLLM's method, with parallel_drafting
+PARALLEL = {P_EAGLE: EAGLE3, PARD: DRAFT_MODEL}  # -> vLLM's method, with parallel_drafting
 # Why vLLM ends with an error when a round drafts fewer tokens than num_speculative_tokens. In its
 # vllm/v1/spec_decode: MedusaProposer.propose, and extra_slots_per_request in llm_base_proposer.py.
 CONSTANT = {
     MEDUSA: "its Medusa asserts it",
-    P_EAGLE: "it lays out the mask tokens of the longest draft",
+    **dict.fromkeys(PARALLEL, "it lays out the mask tokens of the longest draft"),
 }
 
 
@@ -70,7 +70,7 @@ def _method(
         head = ServedHead(DRAFT_MODEL) if is_chain else served_head(drafter, folder, num_layers)
     if folder is None or head is None:
         raise UserError(f"vLLM does not run {drafter.name}.")
-    if head.method == DRAFT_MODEL and (size := draft_vocab_size(folder)):
+    if head.method in (DRAFT_MODEL, PARD) and (size := draft_vocab_size(folder)):
         raise UserError(
             f"vLLM does not read the draft vocabulary of {size:,} tokens in {folder}. `python "
             f"scripts/full_vocabulary.py {folder} COPY` makes a drafter for it."

@@ -1,6 +1,7 @@
 """Which trained heads vLLM runs, by which of its methods, and which it refuses or reads otherwise.
 
-vLLM drafts a chain of each head's likeliest tokens. It numbers the layers that EAGLE-3 reads as
+It also runs small models that draft in one pass (PARD), by form: no test here has run one. vLLM
+drafts a chain of each head's likeliest tokens. It numbers the layers that EAGLE-3 reads as
 this project does, and those of DFlash by their outputs, as their config.json has both. It joins
 their states in the order of the layers, whatever the order in config.json. Its own words are those
 of vLLM 0.32.0 for CPUs.
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from decoding.drafters.parallel import ParallelChain
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import read_json
@@ -25,7 +27,8 @@ from heads.medusa.layouts import MODEL_TYPE as MEDUSA
 from heads.medusa.layouts import unreadable_in_vllm
 
 EAGLE, EAGLE3, P_EAGLE, DFLASH = "eagle", "eagle3", "p_eagle", "dflash"
-# vLLM's methods; p_eagle is its eagle3 with parallel_drafting
+PARD = "pard"
+# vLLM's methods; p_eagle and pard are its eagle3 and draft_model with parallel_drafting
 HEADS = (MEDUSA, EAGLE, EAGLE3, P_EAGLE, DFLASH)
 _REFUSED = {
     MARKOV: "its DSpark needs a GPU (`Model Runner V1 does not support: dspark speculative "
@@ -37,18 +40,20 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ServedHead:
-    """How vLLM runs a head."""
+    """How vLLM runs a head or a small model."""
 
     method: str
     num_draft_tokens: int = 0  # in every draft; 0: any number
 
 
 def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead | None:
-    """Return how vLLM runs the head of a drafter; None for drafters of other kinds.
+    """Return how vLLM runs a head, or a model that drafts in one pass; None for other drafters.
 
     num_layers: the target's. Raises UserError for a head that vLLM refuses, or that it would load
     and read otherwise, so that hardly a token is accepted.
     """
+    if isinstance(drafter, ParallelChain):
+        return ServedHead(PARD, drafter.tokens)
     if isinstance(drafter, MedusaDrafter):
         if read_json(folder / "config.json").get("model_type") != MEDUSA:
             raise _refusal(folder, "it does not read Medusa's original layout")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
-from serving.engines.heads import HEADS
+from serving.engines.heads import HEADS, PARD
 
 OURS = "ours"
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ class Engine:
     python: str = ""  # interpreter below the project's folder; empty: the one that runs us
     runs_here: bool = False  # its module is imported by us, so no other interpreter helps
     drafts_batches: bool = True  # false: drafts for one prompt at a time
-    heads: tuple[str, ...] = ()  # kinds of trained heads that it runs, as methods of these names
+    heads: tuple[str, ...] = ()  # methods by which it runs trained heads and parallel drafters
     # whether sampling with a drafter is tested against the exact distribution in each run
     distribution_is_tested: bool = False
 
@@ -50,7 +50,7 @@ ENGINES: dict[str, Engine] = {
         rule="point_mass",
         python=".venv-vllm/bin/python",
         distribution_is_tested=True,
-        heads=HEADS,
+        heads=(*HEADS, PARD),
     ),
     "llama_cpp": Engine(
         worker="llama_cpp_worker.py",

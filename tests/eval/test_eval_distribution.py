@@ -21,7 +21,7 @@ from eval.statistics.joint_law import P_LIMIT
 from heads.block.drafter import BlockDrafter
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.parallel import ParallelEagleDrafter
-from serving.engines.heads import HEADS, served_head
+from serving.engines.heads import served_head
 from serving.engines.interface import Sampling
 from serving.engines.process import WORKERS
 from serving.engines.registry import ENGINES
@@ -64,11 +64,11 @@ def test_the_exact_law_sums_to_one_and_follows_the_warpers(tmp_path):
     assert len(law) == 27
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", ENGINES["vllm"].heads)
 def test_every_head_that_vllm_runs_has_a_random_one_for_the_test(method, tmp_path):
     folder = Path(write_drafter(method, tmp_path / "head"))
     target = load_target(write_model(tmp_path / "target", seed=1), dtype="float32")
-    drafter = imported(DRAFTERS[head_of(folder)].kind)(folder)
+    drafter = imported(DRAFTERS[head_of(folder) or "parallel"].kind)(folder)
     drafter.prepare(target, None)
     assert served_head(drafter, folder, target.num_layers).method == method
 

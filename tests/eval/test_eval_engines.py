@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_heads_are_planned_as_chains_in_engines_that_run_them(
     )
     loaded = load(cfg)
     plan = plan_engines(cfg, loaded)
-    assert plan.not_run == [f"head in hf: it does not run heads of {method}"]
+    assert plan.not_run == [f"head in hf: it does not run `{method}`"]
     assert [(arm.engine, arm.method, arm.num_draft_tokens) for arm in plan.arms] == [
         *(("ours", "autoregressive", 0), ("ours", method, length)),
         *(("hf", "autoregressive", 0), ("vllm", "autoregressive", 0), ("vllm", method, length)),
@@ -241,6 +242,20 @@ def test_heads_are_planned_as_chains_in_engines_that_run_them(
     assert len(result.tested_by_depth) <= length
     with pytest.raises(UserError, match="engine is hf, which measures none of the drafters.*head"):
         plan_engines(dataclasses.replace(cfg, engine="hf"), loaded)
+
+
+def test_a_model_that_drafts_in_one_pass_is_planned_in_vllm(engine_home, tmp_path):
+    folder = tmp_path / "parallel"
+    shutil.copytree(engine_home / "noisy", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"pard_token": 6, "num_parallel_tokens": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"drafters": [str(folder)], "prompt_lookup_control": False}
+    cfg = engine_config(engine_home, "parallel", engine=["ours", "hf", "vllm"], **changes)
+    plan = plan_engines(cfg, load(cfg))
+    assert plan.not_run == ["parallel in hf: it does not run `pard`"]
+    drafting = [(arm.engine, arm.method, arm.num_draft_tokens) for arm in plan.arms if arm.drafter]
+    assert drafting == [("ours", "pard", 3), ("vllm", "pard", 3)]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import pytest
 import yaml
 
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.engine import load
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
+from distill.drafter_folder import launch_lines
 from heads.registry import kind_in
 from scripts.bench.vllm_file import KEY, format_file, speculative_config
 from tests.heads.published import saved
@@ -28,6 +30,17 @@ def head(folder: Path, name: str) -> tuple[Drafter, Path]:
         kind.load(written), kind.read_shape(written), row.kind.config(), False
     )
     return drafter, written
+
+
+def parallel(folder: Path, target: Path, **more: Any) -> tuple[Drafter, Path]:
+    """Return a copy of the target that drafts four tokens in one forward, and its folder."""
+    folder.mkdir()
+    for file in target.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    config |= {"pard_token": 6, "num_parallel_tokens": 4, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ParallelChain(model=load(target).target, tokens=4, mask_token=6), folder
 
 
 def test_the_file_has_what_vllm_reads(tiny_target: Path) -> None:
@@ -90,6 +103,21 @@ def test_a_table_that_vllm_would_end_with_an_error_is_refused(
     words = f"vLLM drafts a constant number of tokens with {drafter.name} .* has {KEY}=.* Choose"
     with pytest.raises(UserError, match=words):
         speculative_config(drafter, folder, table, LAYERS)
+
+
+def test_a_model_that_drafts_in_one_pass_has_the_method_of_its_launch_line(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    drafter, folder = parallel(tmp_path / "parallel", tiny_target)
+    found = speculative_config(drafter, folder, [[1, 8, 6]], LAYERS)
+    line = launch_lines("target", 4, parallel=True)["vLLM"]
+    assert found == json.loads(line.split("'")[1]) | {"model": str(folder)}
+    assert found["parallel_drafting"] is True and found["num_speculative_tokens"] == 4
+    with pytest.raises(UserError, match=f"constant number of tokens with {drafter.name}"):
+        speculative_config(drafter, folder, TABLE, LAYERS)
+    small = parallel(tmp_path / "small", tiny_target, draft_vocab_size=8)
+    with pytest.raises(UserError, match="does not read the draft vocabulary of 8 tokens"):
+        speculative_config(*small, [[1, 8, 4]], LAYERS)
 
 
 def test_what_vllm_does_not_run_is_named(tiny_target: Path) -> None:

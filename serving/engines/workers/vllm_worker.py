@@ -7,6 +7,7 @@ from typing import Any
 from channel import Decode, serve
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+PARALLEL = {"p_eagle": "eagle3", "pard": "draft_model"}  # name here -> vLLM's method
 NGRAM_SIZES = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}  # those of our prompt lookup
 
 
@@ -56,8 +57,8 @@ def speculation(method: dict[str, Any]) -> dict[str, Any] | None:
     values = {"method": method["name"], "num_speculative_tokens": method["num_draft_tokens"]}
     if method["name"] == "ngram":
         return values | NGRAM_SIZES
-    if method["name"] == "p_eagle":
-        values |= {"method": "eagle3", "parallel_drafting": True}
+    if method["name"] in PARALLEL:
+        values |= {"method": PARALLEL[method["name"]], "parallel_drafting": True}
     return values | {"model": method["drafter"]}
 
 
