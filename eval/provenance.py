@@ -7,11 +7,13 @@ from pathlib import Path
 
 from eval.config import EvalConfig
 from eval.measure.records import Record
+from eval.measure.rounds import FILE as ROUNDS
 from eval.measure.session import drafter_names, prompts_by_part
 from eval.measure.setup import Loaded
 from eval.report.page import Provenance
 from eval.report.text import traced_texts
 from eval.statistics.schema import Row, main_rows
+from eval.tasks.checking import FILE as ANSWERS
 from eval.tasks.forms import PUBLISHED
 from jobs.run_folder import RunFolder
 
@@ -19,6 +21,14 @@ NOT_MEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
     "Quality of the target's answers: drafting does not change them.",
 )
+# file of a run folder -> what a line of it is; the page names those that a run has
+RAW_DATA = {
+    "results.jsonl": "rows",
+    "records.jsonl": "all generations",
+    ROUNDS: "every round",
+    "parts.jsonl": "part times",
+    ANSWERS: "each answer's check",
+}
 
 
 def provenance(
@@ -40,6 +50,7 @@ def provenance(
         prompt_counts=loaded.bench.benchmark.counts,
         prompt_file=loaded.prompt_file.name,
         prompt_notes=_prompt_notes(cfg),
+        raw_data={file: what for file, what in RAW_DATA.items() if (folder.path / file).is_file()},
         revision=manifest["git_revision"],
         unmeasured=_unmeasured(cfg, loaded, rows),
         draft_lengths=describe_draft_lengths(

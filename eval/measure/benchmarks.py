@@ -20,6 +20,7 @@ from eval.tasks.answers import Number
 from eval.tasks.forms import Problem, read_problems
 from eval.tasks.shots import TURN, Shots, read_shots
 from training.data.chat import choose_rendering, render_prompt, render_text, template_names
+from training.data.counts import Counts
 from training.data.readers import MAX_BAD, Prompt
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -34,7 +35,8 @@ class Benchmark:
     prompts: list[Prompt]
     render: str  # chat | text
     chat_template: str  # for render=chat: auto (the tokenizer's) or a name
-    counts: dict[str, int]  # read, other_category, too_long, over_limit, kept
+    # read, bad_records_skipped if there are any, other_category, too_long, over_limit, kept
+    counts: dict[str, int]
     # prompts of the sweep's file; empty: the sweep takes some of `prompts`
     for_sweep: list[Prompt] = field(default_factory=list)
 
@@ -55,7 +57,8 @@ def load_benchmark(
         tokenizer, cfg.render, cfg.chat_template, ("benchmark.render", "benchmark.chat_template")
     )
     cfg = replace(cfg, render=render)
-    everything = select_prompts(cfg)
+    records = Counts()
+    everything = select_prompts(cfg, counts=records)
     chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
     if not chosen:
         categories = ", ".join(sorted({prompt.category for prompt in everything}))
@@ -71,6 +74,7 @@ def load_benchmark(
         kept = spread_over_categories(kept, limit)
     counts = {
         "read": len(everything),
+        **({"bad_records_skipped": records.skipped} if records.skipped else {}),
         "other_category": len(everything) - len(chosen),
         "too_long": too_long,
         "over_limit": len(chosen) - too_long - len(kept),
@@ -132,13 +136,16 @@ def spread_over_categories(prompts: Sequence[Prompt], count: int) -> list[Prompt
     return [prompts[index] for index in sorted(chosen)]
 
 
-def select_prompts(cfg: BenchmarkConfig, max_bad: float = MAX_BAD) -> list[Prompt]:
+def select_prompts(
+    cfg: BenchmarkConfig, max_bad: float = MAX_BAD, counts: Counts | None = None
+) -> list[Prompt]:
     """Read the prompts that the options select, with their turns ready to be rendered.
 
-    max_bad: largest share of bad records, which are left out. Raises UserError for an invalid file,
-    for ids that it lacks, and for a prompt that is one of its own worked examples.
+    max_bad: largest share of bad records, which are left out. counts: receives their number. Raises
+    UserError for an invalid file, for ids that it lacks, and for a prompt that is one of its own
+    worked examples.
     """
-    prompts = read_problems(cfg.format, cfg.path, max_bad)
+    prompts = read_problems(cfg.format, cfg.path, max_bad, counts)
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
     shots = Shots()

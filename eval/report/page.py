@@ -63,6 +63,7 @@ class Provenance:
     prompt_counts: dict[str, int] = field(default_factory=dict)  # see eval.measure.benchmarks
     prompt_file: str = ""
     prompt_notes: list[str] = field(default_factory=list)  # on the form of the prompts
+    raw_data: dict[str, str] = field(default_factory=dict)  # file -> what a line of it is
     unmeasured: list[str] = field(default_factory=list)  # sentences
     draft_lengths: str = "given"  # how they were set
     repeats: int = 1  # of every generation

@@ -13,7 +13,7 @@ from typing import Any
 
 from decoding.values import check_choice
 from eval.tasks.answers import Check, Number, Program, number_of
-from training.data.counts import BadRecordError
+from training.data.counts import BadRecordError, Counts
 from training.data.readers import (
     MAX_BAD,
     NUMBER_KEYS,
@@ -49,17 +49,20 @@ class Problem(Prompt):
     check: Check | None = None
 
 
-def read_problems(form: str, path: str, max_bad: float = MAX_BAD) -> list[Prompt]:
+def read_problems(
+    form: str, path: str, max_bad: float = MAX_BAD, counts: Counts | None = None
+) -> list[Prompt]:
     """Read the prompts of a file in a published form.
 
     form: a key of FORMS, or auto for those that `read_prompts` knows, without checks. path: a file,
-    or a folder of them. Raises UserError for an unknown form and an invalid file.
+    or a folder of them. counts: receives the numbers of used and skipped records. Raises UserError
+    for an unknown form and an invalid file.
     """
     check_choice("benchmark.format", form, (AUTO, *FORMS))
     if form == AUTO:
-        return read_prompts(path, max_bad=max_bad)
+        return read_prompts(path, max_bad=max_bad, counts=counts)
     parse, expected = FORMS[form]
-    return read_prompts(path, max_bad=max_bad, parse=parse, expected=expected)
+    return read_prompts(path, max_bad=max_bad, parse=parse, expected=expected, counts=counts)
 
 
 def _turns(record: Mapping[str, Any], place: str) -> Prompt:

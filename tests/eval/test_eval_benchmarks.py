@@ -45,6 +45,14 @@ def test_every_prompt_is_accounted_for(tmp_path):
     assert left_out == found.counts["read"]
 
 
+def test_bad_records_are_counted(tmp_path):
+    path = tiny.prompts(tmp_path / "mine.jsonl", count=300)
+    assert "bad_records_skipped" not in load(path).counts, "control"
+    path.write_text(path.read_text() + '{"turns": []}\n[]\n')
+    counts = load(path, limit=4).counts
+    assert (counts["read"], counts["bad_records_skipped"], counts["kept"]) == (300, 2, 4)
+
+
 def test_only_the_first_turn_is_read_by_default(tmp_path):
     path = tiny.prompts(tmp_path / "two.jsonl", turns=2)
     assert {len(prompt.turns) for prompt in load(path).prompts} == {1}

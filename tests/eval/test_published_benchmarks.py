@@ -117,6 +117,21 @@ def test_a_part_of_a_published_benchmark_is_named_in_the_report(shared_data: Pat
     page = (folder / "report.html").read_text()
     assert "159 of the 164 prompts that HumanEval has as published." in page
 
+    assert "records.jsonl (all generations), rounds.jsonl (every round), parts.jsonl" in page
+    assert "answers.jsonl" not in page, "control: no answer was checked"
+    assert "bad records skipped" not in page, "control: none was bad"
+
+
+def test_a_page_names_bad_records_and_the_file_of_checked_answers(wide: Path, tmp_path: Path):
+    path = tmp_path / "test.jsonl"
+    lines = [json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(200)]
+    path.write_text("\n".join(['{"question": "none?"}', *lines, "{"]))
+    given = ["benchmark=gsm8k", f"benchmark.path={path}", "max_prompts=2", "sweep=[]"]
+    composed: Any = compose_job("eval.run", EvalConfig, [*given, "num_draft_tokens=[2]"])
+    page = (measured(typed(composed, EvalConfig), wide, "bad") / "report.html").read_text()
+    assert "test.jsonl: 200 read, 2 bad records skipped, 0 other category" in page
+    assert "parts.jsonl (part times), answers.jsonl (each answer&#39;s check)" in page
+
 
 def test_gsm8k_with_eight_shots_has_the_published_form(shared_data: Path, tmp_path: Path):
     """Read the real file after our examples and after a user's: frame, end and checked answers."""

@@ -29,6 +29,7 @@ PROVENANCE = Provenance(
     prompt_counts={"read": 40, "kept": 40},
     prompt_file="simulated.jsonl",
     revision="none",
+    raw_data={"results.jsonl": "rows"},
     unmeasured=["Everything: these records are simulated."],
 )
 

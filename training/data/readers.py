@@ -99,15 +99,17 @@ def read_prompts(
     max_bad: float = MAX_BAD,
     parse: Callable[[dict[str, Any], str], Prompt] | None = None,
     expected: str = PROMPTS_EXPECTED,
+    counts: Counts | None = None,
 ) -> list[Prompt]:
     """Read evaluation prompts of any format.
 
     A chat becomes one prompt: its system turn, if any, and its first user turn. Ids are unique: a
     repeated one gets a number, which a note reports. parse: receives a record and its place
     ("file:line"), and raises BadRecordError to skip it; None: `parse_prompt`. expected: the records
-    that `parse` accepts, for errors. Raises UserError under the conditions of `read_chats`.
+    that `parse` accepts, for errors. counts: receives the numbers of used and skipped records.
+    Raises UserError under the conditions of `read_chats`.
     """
-    counts = Counts()
+    counts = Counts() if counts is None else counts
     files = find_files(paths, PROMPT_FILES)
     prompts = list(_parse(files, parse or parse_prompt, expected, counts))
     counts.check("prompts", expected, max_bad)
