@@ -19,7 +19,12 @@ LARGEST_SEED_OF_OURS = 2**31 - 1  # of requests without a seed
 LONGEST_NAME = 64  # characters of a field's name that are compared with the known ones
 # fields of a request that are read, by endpoint
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-SHARED = ("model", "max_tokens", *SAMPLING, "seed", "stop", "stream", "stream_options", "n", "user")
+# names of who asks, or of prompts that share a cache, which change nothing here
+IGNORED = ("user", "safety_identifier", "prompt_cache_key")
+SHARED = (
+    *("model", "max_tokens", *SAMPLING, "seed", "stop", "stream", "stream_options", "n"),
+    *IGNORED,
+)
 EXTENDED = (*SHARED, "return_token_ids", "stop_token_ids")  # extensions of vLLM's
 FIELDS = {CHAT: (*EXTENDED, "messages", "max_completion_tokens"), TEXT: (*EXTENDED, "prompt")}
 # fields of OpenAI's API that this server does not support -> values that ask for nothing
@@ -42,8 +47,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "prompt_cache_options": ({},),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
@@ -58,6 +66,7 @@ STOPS = ValueRule(
     f"a string or a list of at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
 )
 SWITCH = ValueRule(lambda value: isinstance(value, bool), "true or false")
+NAME = ValueRule(is_text, "a string")
 
 Render = Callable[[list[dict[str, str]]], str]
 Encode = Callable[[str, bool], list[int]]
@@ -130,6 +139,8 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits) -> Asked:
 def _check_fields(path: str, body: Mapping[str, Any]) -> None:
     """Raise RequestError for unknown fields and for those that this server does not support."""
     known = FIELDS[path]
+    for name in IGNORED:
+        _value(body, name, None, NAME)
     for name, value in body.items():
         if name in known:
             continue
@@ -201,13 +212,20 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False
-    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise RequestError(
             f'stream_options is {quote(options)}, expected {{"include_usage": true}}.',
             param="stream_options",
         )
     if not stream:
         raise RequestError("stream_options needs stream=true.", param="stream_options")
+    if _value(options, "include_obfuscation", False, SWITCH):
+        raise RequestError(
+            "stream_options.include_obfuscation is True, which this server does not support. Leave "
+            "it out, or set it to false.",
+            code="unsupported_parameter",
+            param="stream_options",
+        )
     return bool(_value(options, "include_usage", False, SWITCH))
 
 

@@ -69,6 +69,16 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "true or false"),
     ({"return_token_ids": 1}, "return_token_ids", "true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options",
+        "include_obfuscation is True, which this server does not support",
+    ),
+    ({"stream": True, "stream_options": {"include": True}}, "stream_options", "expected {"),
+    ({"safety_identifier": 5}, "safety_identifier", "expected a string"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention", "does not support"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "does not support"),
+    ({"moderation": {"model": "x"}}, "moderation", "does not support"),
     ({"prompt": []}, "prompt", "expected a text"),
     ({"prompt": [[]]}, "prompt", "empty"),
     ({"prompt": [-1]}, "prompt", "token ids from 0"),
@@ -142,6 +152,39 @@ def test_openais_client_raises_its_own_errors(served: Served) -> None:
                 logprobs=True,
                 top_logprobs=2,
             )
+
+
+def test_openais_client_may_set_what_asks_for_nothing(served: Served) -> None:
+    """Check fields of today's client that change no text, in a stream; others are refused."""
+    messages: Any = [{"role": "user", "content": "a"}]
+    asked: dict[str, Any] = {"model": served.model, "messages": messages, "max_tokens": 5}
+    asked |= {"seed": 1, "stream": True}
+    nothing: dict[str, Any] = {
+        "safety_identifier": "hash of a user",
+        "prompt_cache_key": "tenant",
+        "prompt_cache_retention": "in_memory",
+        "reasoning_effort": "none",
+        "verbosity": "medium",
+        "service_tier": "auto",
+        "store": False,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+    }
+
+    def text(**fields: Any) -> str:
+        parts = [*client.chat.completions.create(**asked, **fields)]
+        assert bool(parts[-1].usage) == bool(fields), "the stream ends with its numbers of tokens"
+        return "".join(one.delta.content or "" for part in parts for one in part.choices)
+
+    with served.client() as client:
+        assert text(**nothing) == text() != ""
+        for field, value in {
+            "verbosity": "low",
+            "prompt_cache_retention": "24h",
+            "store": True,
+            "stream_options": {"include_obfuscation": True},
+        }.items():
+            with pytest.raises(BadRequestError, match=f"{field}.*does not support"):
+                text(**{**nothing, field: value})
 
 
 def test_a_prompt_over_the_context_is_refused_with_its_length(served: Served) -> None:
