@@ -130,8 +130,9 @@ class EvalConfig(JobConfig):
     # measured. Prompts are measured in an order shuffled by `seed` until the time is over, each
     # under every condition and by every drafter: at least 2 of the sweep and 5 of the main part.
     max_seconds: float = 0.0
-    # processes that share the prompts, on as many GPUs as there are; on a CPU they slow each other,
-    # so that acceptance and answers are right, but speeds are those of a busy machine
+    # processes that share the prompts, on as many GPUs as there are (experimental: untested on
+    # several); those of one CPU or GPU slow each other, so that acceptance and answers are right,
+    # but speeds are those of a busy machine, which the report says
     shards: int = 1
     samples: int = 1  # generations of each prompt where temperature > 0, each with different noise
     # runs of each generation, for noisy machines: our fastest counts, and the median of engines

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decoding.devices import device_of
+from decoding.devices import count_gpus, device_of
 from decoding.drafters.other_vocabulary import TOKENS, OtherVocabulary
 from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
@@ -259,8 +259,16 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         device=device,
         threads=torch.get_num_threads(),
         hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
+        shards=cfg.shards,
+        shards_per_device=shards_per_device(cfg.shards, device),
         **{name: vars(cfg)[name] for name in ("verify", "allowed", "bootstrap_resamples", *SHARED)},
     )
+
+
+def shards_per_device(shards: int, device: str) -> int:
+    """Return how many of the processes that share the prompts run on one processor or GPU."""
+    cards = max(1, count_gpus()) if device.startswith("cuda") else 1
+    return math.ceil(shards / cards)
 
 
 def _facts_of(

@@ -19,7 +19,7 @@ from eval.statistics.comparison.panels import ComparedEntry, Panel, distinguishi
 PACE_WITHIN = 0.1  # share by which baselines of runs may differ without being listed
 # Settings of eval.run that change how a speedup is measured, not what it may be compared with.
 WAYS = (
-    *("max_prompts", "samples", "repeats", "stop_at_eos", "stop_strings"),
+    *("max_prompts", "samples", "repeats", "stop_at_eos", "stop_strings", "shards"),
     *("sweep", "sweep_prompts", "num_draft_tokens", "max_draft_tokens"),
 )
 # Columns of the two tables of a panel.

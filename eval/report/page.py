@@ -201,6 +201,8 @@ def _card(
     controls = [one for one in group if one.drafter == CONTROL and one is not row]
     if speed and speed.low is not None and speed.high is not None:
         tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
+    if row.shards_per_device > 1:
+        tone = ""  # its processes slowed each other
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},

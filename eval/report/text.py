@@ -194,10 +194,23 @@ def prompts_label(row: Row) -> str:
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """Return the warnings that precede all numbers: a busy machine, and outputs that differ."""
+    """Return the warnings that precede all numbers: busy or shared devices, differing outputs."""
     differing = [row for row in rows if row.lossless in (DIFFERS, LOSSY)]
     broken = [f"NOT LOSSLESS: {drafter_name(row)}: {row.lossless_detail}" for row in differing]
-    return [text for text in (disturbance(rows), *broken) if text]
+    return [text for text in (sharing(rows), disturbance(rows), *broken) if text]
+
+
+def sharing(rows: Sequence[Row]) -> str:
+    """Return a warning if several processes of the run shared a device, else an empty string."""
+    row = max(rows, key=lambda one: one.shards_per_device)
+    if row.shards_per_device == 1:
+        return ""
+    device = "each GPU" if row.device.startswith("cuda") else "the processor"
+    return (
+        f"{row.shards_per_device} processes (shards={row.shards}) shared {device}: acceptance and "
+        f"answers are right, but times and speedups are those of a busy machine. Measure speeds "
+        f"with shards=1."
+    )
 
 
 def disturbance(rows: Sequence[Row]) -> str:

@@ -83,6 +83,8 @@ class RunFacts:
     hardware: str
     seed: int
     bootstrap_resamples: int
+    shards: int = 1
+    shards_per_device: int = 1
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,9 @@ class Row:
     # propose, forward, verify, rest; empty: not measured (overlapped schedules, GPUs)
     parts_ms: dict[str, float] = field(default_factory=dict)
     baseline_parts_ms: dict[str, float] = field(default_factory=dict)
+    # processes that shared the prompts, and how many of them ran on one processor or GPU
+    shards: int = 1
+    shards_per_device: int = 1
 
     @property
     def condition(self) -> Condition:

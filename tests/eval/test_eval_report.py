@@ -85,6 +85,18 @@ def test_a_busy_machine_is_named_before_any_number_of_the_page(rows, records, ht
     assert "Other processes" not in html
 
 
+def test_processes_that_shared_a_device_are_named_and_colour_no_headline(rows, records, html):
+    shared = [dataclasses.replace(row, shards=4, shards_per_device=4) for row in rows]
+    text = page(shared, records, PROVENANCE)
+    warning = "4 processes (shards=4) shared the processor"
+    assert text.index(warning) < text.index('<div class="big')
+    assert '<div class="big good"' not in text and "4 shared the prompts, 4 on each" in text
+    assert '<div class="big good"' in html and warning not in html, "control: one process"
+    apart = [dataclasses.replace(row, shards=4, device="cuda") for row in rows]
+    text = page(apart, records, PROVENANCE)
+    assert '<div class="big good"' in text and "shards=4" not in text, "control: a GPU each"
+
+
 def test_the_best_row_shows_its_number_of_rivals(rows, records, html):
     assert html.count("<p>Best of 2: simulated-good") == 2, (
         "two models under each of two conditions"

@@ -14,6 +14,7 @@ from eval.measure import shards
 from eval.measure.records import read_records
 from eval.measure.rounds import FILE as ROUNDS
 from eval.measure.rounds import OF_GENERATION
+from eval.measure.setup import shards_per_device
 from eval.measure.shards import FOLDER, Shard
 from eval.run import run
 from eval.statistics.schema import read_rows
@@ -80,7 +81,14 @@ def test_shards_decode_what_one_process_does(alone: Path, shared: Path) -> None:
         for name in "01"
     ]
     assert all(units) and not units[0] & units[1], "each process measured a share"
-    assert (shared / "report.html").is_file()
+    pages = [(one / "report.html").read_text() for one in (shared, alone)]
+    warning = "2 processes (shards=2) shared the processor: acceptance"
+    assert [warning in page for page in pages] == [True, False]
+    assert ["2 shared the prompts, 2 on each device" in page for page in pages] == [True, False]
+    assert 'class="big good"' not in pages[0] and 'class="big bad"' not in pages[0]
+    assert {(row.shards, row.shards_per_device) for row in read_rows(shared / "results.jsonl")} == {
+        (2, 2)
+    }
 
 
 @pytest.mark.long
@@ -151,6 +159,12 @@ def test_the_share_of_a_process_is_in_its_environment(monkeypatch: pytest.Monkey
     assert shards.this_shard() is None
     monkeypatch.setenv("SHALLOW_DRAFT_SHARD", str(Shard(2, 5, "main")))
     assert shards.this_shard() == Shard(2, 5, "main")
+
+
+def test_processes_on_one_device_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.measure.setup.count_gpus", lambda: 2)
+    assert [shards_per_device(number, "cpu") for number in (1, 4)] == [1, 4]
+    assert [shards_per_device(number, "cuda") for number in (1, 2, 3)] == [1, 1, 2]
 
 
 def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch, homes: Path) -> None:
