@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+import decoding
 from decoding.errors import UserError
-from scripts.bench import common
+from decoding.models.llama_cpp import library
+from scripts.bench import common, gguf_loops
+from scripts.bench.server import GOAL
 from scripts.bench.trl_gkd import gkd_rate, label_rows
+from serving.engines.interface import Sampling
 
 
 def run(
@@ -138,6 +142,59 @@ def test_replays_of_a_chain_and_a_lookup_are_timed(
     speeds = found["positions_per_second"]
     assert speeds.keys() == {"chain, one pass", "chain, in the loop", "prompt lookup"}
     assert f"2 answers, {found['positions']} positions, 1 threads" in capsys.readouterr().out
+
+
+def test_a_server_answers_as_the_decode_beside_it(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("max_prompts=2", "max_new_tokens=6", "rounds=1", "num_draft_tokens=2")
+    found = run("server", tmp_path, monkeypatch, f"target={tiny_target}", "dtype=float32", *small)
+    assert found["equal_texts"] and all(seconds > 0 for seconds in found["seconds"].values())
+    assert found["seconds"].keys() == {"direct", "stream", "whole"}
+    for name, over in found["over_direct"].items():
+        assert over["median"] == pytest.approx(found["seconds"][name] / found["seconds"]["direct"])
+        assert found["goals"][name] == {"found": over["median"], "met": over["median"] <= GOAL}
+    assert found["cpu_over_direct"].keys() == found["goals"].keys() == {"stream", "whole"}
+
+
+def test_gguf_loops_without_their_library_name_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import tiny_llama, write
+
+    model = write(tmp_path / "tiny.gguf", tiny_llama())
+    monkeypatch.setattr(library, "_loaded", [])
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(UserError, match=r"not installed\. Run pip install -e '\.\[llamacpp\]'"):
+        run("gguf_loops", tmp_path, monkeypatch, f"target={model}", "busy=true")
+
+
+def test_each_side_of_the_gguf_loops_is_compared_at_its_best(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Give both sides our loop, the server's without drafts but one that takes longer."""
+    monkeypatch.setattr(gguf_loops, "PAUSE_SECONDS", 0.0)
+    engine = decoding.load(tiny_target)
+    chosen = gguf_loops.Options(target=str(tiny_target), lengths=[2], choosing_prompts=1, rounds=1)
+    sides = gguf_loops.our_sides(chosen, engine)
+    plain = gguf_loops.our_side(engine, None, 1)
+
+    def longer(ids: list[int], sampling: Sampling) -> tuple[list[int], float]:
+        tokens, seconds = plain(ids, sampling)
+        return tokens, seconds + 60.0
+
+    sides |= {"llama.cpp, plain": plain, "llama.cpp, slow": longer, "llama.cpp, n-gram 2": plain}
+    chosen.max_new_tokens = 4
+    found = gguf_loops.compare(chosen, sides, [[4, 5, 6, 7], [5, 6, 7, 8], [6, 7, 8, 9]], (), 0.0)
+    assert sides.keys() == found["choosing"].keys()
+    assert found["choosing"]["llama.cpp, slow"] < 4 / 60
+    measured = found["tokens_per_second"]
+    assert measured.keys() == sides.keys() - {"llama.cpp, slow"}, "the best of each side"
+    assert found["ratios"].keys() == {
+        *("plain", "best drafts", "gain of our drafts", "gain of llama.cpp's drafts")
+    }
+    assert "temperature 0, 2 prompts, median of 1 rounds" in capsys.readouterr().out
 
 
 def test_a_folder_without_gpt_fast_is_named(
