@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from decoding.devices import count_gpus, device_of
 from decoding.drafters.other_vocabulary import TOKENS, OtherVocabulary
@@ -29,7 +30,7 @@ from decoding.sampling.rule_names import SAMPLING, check_verify
 from decoding.schedules.by_name import WALL
 from decoding.values import RULES, check_settings, check_value
 from eval.config import EvalConfig
-from eval.measure.benchmarks import load_benchmark, render_turns
+from eval.measure.benchmarks import Benchmark, load_benchmark, render_turns
 from eval.measure.lengths import length_cap_of, longest_draft, possible_lengths, rule_of
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
@@ -156,20 +157,7 @@ def load(cfg: EvalConfig) -> Loaded:
     for drafter in drafters.values():
         drafter.prepare(target, None)  # an unfit drafter fails now, not after an hour
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
-    prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
-    shots_file = resolve(cfg.benchmark.shots) if cfg.benchmark.shots else None
-    benchmark = load_benchmark(
-        dataclasses.replace(
-            cfg.benchmark,
-            path=str(prompt_file),
-            sweep_path=str(sweep_file or ""),
-            shots=str(shots_file or ""),
-        ),
-        tokenizer,
-        max_length=target.max_length,
-        max_new_tokens=cfg.max_new_tokens,
-        limit=cfg.max_prompts,
-    )
+    benchmark, prompt_files = _load_prompts(cfg, tokenizer, target.max_length)
     folders = {
         name: (Path(mapping["folder"]), mapping.get("dtype") or cfg.target.dtype)
         for name, mapping in mappings.items()
@@ -179,15 +167,14 @@ def load(cfg: EvalConfig) -> Loaded:
         name: _facts_of(cfg, name, drafter, uses[name], target, folders.get(name))
         for name, drafter in drafters.items()
     }
-    inputs = [folder, prompt_file, *(one for one in (sweep_file, shots_file) if one)]
-    inputs += [drafter_folder for drafter_folder, _ in folders.values()]
+    inputs = [folder, *prompt_files, *(drafter_folder for drafter_folder, _ in folders.values())]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(
         target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats
     )
     shapes = shapes_of(folder, target, mappings, drafters)
     run = run_facts(cfg, target, benchmark.name, device)
-    return Loaded(bench, run, facts, prompt_file, inputs, shapes, folders)
+    return Loaded(bench, run, facts, prompt_files[0], inputs, shapes, folders)
 
 
 def _check_lengths(cfg: EvalConfig, target: Target) -> None:
@@ -204,10 +191,26 @@ def _check_lengths(cfg: EvalConfig, target: Target) -> None:
             )
 
 
-def _sweep_file(cfg: EvalConfig) -> Path | None:
-    """Return the prompt file of the sweep, if the sweep runs and has one."""
-    used = cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
-    return resolve(cfg.benchmark.sweep_path) if used else None
+def _load_prompts(
+    cfg: EvalConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[Benchmark, list[Path]]:
+    """Return the benchmark and its files: the prompts, then those of the sweep and the examples.
+
+    max_length: the target's context in tokens. A sweep that does not run has no file.
+    """
+    asked = cfg.benchmark
+    swept = asked.sweep_path if cfg.sweep and cfg.sweep_prompts else ""
+    prompts, sweep, shots = (
+        str(resolve(path)) if path else "" for path in (asked.path, swept, asked.shots)
+    )
+    benchmark = load_benchmark(
+        dataclasses.replace(asked, path=prompts, sweep_path=sweep, shots=shots),
+        tokenizer,
+        max_length=max_length,
+        max_new_tokens=cfg.max_new_tokens,
+        limit=cfg.max_prompts,
+    )
+    return benchmark, [Path(file) for file in (prompts, sweep, shots) if file]
 
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.DrafterUse]) -> str:

@@ -24,6 +24,8 @@ from training.models.build import dtype_of
 
 MEASURED, PREDICTED, NONE = "measured", "predicted", ""
 ERRORS = 2.0  # standard errors to either side of a prediction
+# acceptance rates by depth, and their lower and upper bounds; empty where they are not known
+Rates = tuple[list[float], list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,6 @@ def _row(
 ) -> PlanRow:
     costs, ratios, width = measured.costs, measured.ratios, dtype_of(config.target.dtype).itemsize
     source, rates = acceptance_of(config, one, model, curves, tokens, max(measured.nodes))
-    middle, low, high = rates
-    speedups = predicted_speedups(middle, ratios) if middle else {}
-    length = max(speedups, key=lambda gamma: (speedups[gamma], -gamma)) if speedups else None
-
-    def at_length(alpha_D: list[float]) -> float | None:
-        return None if length is None else predicted_speedup(alpha_D, length, ratios)
-
-    speedup, slowest, fastest = at_length(middle), at_length(low), at_length(high)
-
-    def equal_alpha(speedup: float | None) -> float | None:
-        return None if speedup is None else need(speedup, ratios).alpha
-
     flop = one.flops_a_token * tokens
     cache = config.batch_size * (config.context + config.max_draft_tokens)
     return PlanRow(
@@ -173,22 +163,40 @@ def _row(
         unreliable=costs.unreliable,
         needs=[need(speedup, ratios) for speedup in config.speedups],
         acceptance=source,
-        alpha_by_depth=middle,
-        alpha_low=low,
-        alpha_high=high,
-        num_draft_tokens=length,
-        speedup_by_length=speedups,
-        predicted_speedup=speedup,
-        speedup_low=slowest,
-        speedup_high=fastest,
-        equal_alpha=equal_alpha(speedup),
-        equal_alpha_low=equal_alpha(slowest),
-        equal_alpha_high=equal_alpha(fastest),
-        tokens_per_second=None if speedup is None else baseline * speedup,
+        **_gain(rates, ratios, baseline),
         training_tokens=tokens,
         training_flop=flop,
         training_hours=flop / tflops / 1e12 / 3600,
     )
+
+
+def _gain(rates: Rates, costs: Costs, baseline: float) -> dict[str, Any]:
+    """Return a row's fields on acceptance and on what it gains, at the best draft length."""
+    middle, low, high = rates
+    speedups = predicted_speedups(middle, costs) if middle else {}
+    length = max(speedups, key=lambda gamma: (speedups[gamma], -gamma)) if speedups else None
+
+    def at_length(alpha_D: list[float]) -> float | None:
+        return None if length is None else predicted_speedup(alpha_D, length, costs)
+
+    def equal_alpha(speedup: float | None) -> float | None:
+        return None if speedup is None else need(speedup, costs).alpha
+
+    speedup, slowest, fastest = at_length(middle), at_length(low), at_length(high)
+    return {
+        "alpha_by_depth": middle,
+        "alpha_low": low,
+        "alpha_high": high,
+        "num_draft_tokens": length,
+        "speedup_by_length": speedups,
+        "predicted_speedup": speedup,
+        "speedup_low": slowest,
+        "speedup_high": fastest,
+        "equal_alpha": equal_alpha(speedup),
+        "equal_alpha_low": equal_alpha(slowest),
+        "equal_alpha_high": equal_alpha(fastest),
+        "tokens_per_second": None if speedup is None else baseline * speedup,
+    }
 
 
 def need(speedup: float, costs: Costs) -> Need:
@@ -209,7 +217,7 @@ def acceptance_of(
     curves: Sequence[Curve],
     tokens: int,
     depths: int,
-) -> tuple[str, tuple[list[float], list[float], list[float]]]:
+) -> tuple[str, Rates]:
     """Return where a candidate's acceptance rates come from, and the rates with lower and upper.
 
     tokens: of its training. depths: number of rates. A drafter of this form and draft vocabulary
