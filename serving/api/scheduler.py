@@ -54,7 +54,8 @@ class Job:
     began: float = field(default_factory=perf_counter)
     # index of a running row -> the number of its choice
     running: dict[int, int] = field(default_factory=dict)
-    has_tokens: bool = False
+    # index of a row -> when it got its first tokens, and their number
+    first: dict[int, tuple[float, int]] = field(default_factory=dict)
     complete: list[NewTokens] = field(default_factory=list)  # ended rows that are not delivered yet
     ended: bool = False  # answered or cancelled
 
@@ -209,16 +210,19 @@ class Scheduler:
     def _deliver(self) -> None:
         """Hand the round's tokens to their jobs."""
         parts: dict[Job, list[NewTokens]] = {}
+        now = perf_counter()
         for index, tokens in self._new.items():
             job, done = self._job_of[index], self._ended.pop(index, None)
             choice, finish = job.running[index], None if done is None else done.finish
-            if not job.has_tokens:
-                self.metrics.first_token.observe(perf_counter() - job.began)
-                job.has_tokens = True
+            if not job.first:
+                self.metrics.first_token.observe(now - job.began)
+            at, count = job.first.setdefault(index, (now, len(tokens)))
             if job.stream:
                 parts.setdefault(job, []).append(NewTokens(choice, tokens, finish))
             elif done is not None:
                 job.complete.append(NewTokens(choice, done.tokens, finish))
+            if done is not None and len(done.tokens) > count:
+                self.metrics.per_token.observe((now - at) / (len(done.tokens) - count))
             if done is not None:
                 del self._job_of[index], job.running[index]
                 if not job.stream and not job.running:

@@ -342,6 +342,39 @@ def test_no_pool_is_kept_by_default() -> None:
         assert rounds[0] == rounds[1]
 
 
+def test_metrics_show_acceptance_by_depth_and_the_time_of_a_token() -> None:
+    """Compare with the batch's own counts; a control without a drafter has no depths."""
+    accepted, tested = (
+        f"spec_decode_num_{name}_tokens_per_pos_total" for name in ("accepted", "tested")
+    )
+    pace = "time_per_output_token_seconds"
+    with serve() as served:
+        body = {"model": served.model, "prompt": random_prompts(2, seed=4), "temperature": 0}
+        assert served.post({**body, "max_tokens": 24}).status_code == 200
+        served.wait_until_empty()
+
+        def at(name: str, position: int) -> float:
+            return served.metric(f'{name}{{position="{position}"}}')
+
+        assert served.metric(accepted) == served.metric("accepted_tokens_total") > 0
+        assert served.metric(tested) <= served.metric("drafted_tokens_total")
+        assert 0 < at(tested, 0) <= served.metric("row_rounds_total")
+        assert at(tested, 1) <= at(accepted, 0) <= at(tested, 0)
+        assert at(tested, 99) == 0, "control: no draft is as long"
+        assert served.metric(f"{pace}_count") == 2, "one of each row"
+        assert 0 < served.metric(f"{pace}_sum") < served.metric("request_seconds_sum")
+        text = served.service.metrics.text().decode()
+        assert f'{pace}_bucket{{le="0.001"}}' in text and f'{pace}_bucket{{le="0.3"}}' in text
+        assert served.post({**body, "max_tokens": 1}).status_code == 200
+        served.wait_until_empty()
+        assert served.metric(f"{pace}_count") == 2, "control: one token has no next one"
+    with serve("none") as served:
+        assert served.post({**body, "max_tokens": 5}).status_code == 200
+        served.wait_until_empty()
+        assert served.metric(accepted) == served.metric(tested) == 0
+        assert served.metric(f"{pace}_count") == 2
+
+
 def test_metrics_and_health() -> None:
     with serve() as served, served.client() as client:
         client.completions.create(model=served.model, prompt=[4, 5], max_tokens=9, temperature=0)
