@@ -2,10 +2,11 @@
 
 The log-odds of the acceptance rate at depth k are linear in what is known before a training: the
 drafter's kind, for a model the logarithms of its layers and width, for a draft vocabulary that of
-its size, the logarithms of the tokens trained on and of k, and the temperature. The weights come
-from a ridge regression (Hoerl and Kennard 1970). Its penalty has the smallest error if every form
-of drafter is left out in turn and predicted from the others, and this error is taken as that of a
-new drafter. A kind of head that no drafter has is predicted near the mean of the other heads.
+its size, the logarithms of the tokens trained on and of k, the temperature, and the prompts: what
+one set of prompts adds is the same for all drafters. The weights come from a ridge regression
+(Hoerl and Kennard 1970). Its penalty has the smallest error if every form of drafter is left out in
+turn and predicted from the others, and this error is taken as that of a new drafter. A kind of head
+that no drafter has is predicted near the mean of the other heads.
 
 Shapes: N measured depths of all curves, F features, G groups that are left out together.
 """
@@ -13,9 +14,11 @@ Shapes: N measured depths of all curves, F features, G groups that are left out 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +47,7 @@ class Prospect:
     training_tokens: int
     temperature: float
     draft_vocab_size: int = 0  # 0: all tokens
+    benchmark: str = ""  # the prompts
 
     @classmethod
     def of(cls, curve: Curve) -> Prospect:
@@ -75,6 +79,17 @@ def choose_curves(curves: Sequence[Curve]) -> list[Curve]:
         if (one.stopping == FIXED or replace(one, stopping=FIXED).key not in fixed)
         and (one.source == EVALUATION or (one.drafter_hash, one.temperature) not in evaluated)
     ]
+
+
+def usual_prompts(curves: Sequence[Curve]) -> str:
+    """Return the prompts on which the most forms of drafters were measured; of several, the last.
+
+    Empty without curves.
+    """
+    forms: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    for one in reversed(curves):
+        forms[one.benchmark].add(one.form)
+    return max(forms, key=lambda name: len(forms[name]), default="")
 
 
 @dataclass(frozen=True)
@@ -169,6 +184,7 @@ def features(one: Prospect, depth: int, usual: Usual) -> dict[str, float]:
         "tokens": math.log2(tokens / usual.training_tokens),
         "depth": math.log2(depth),
         "temperature": one.temperature,
+        f"prompts {one.benchmark}": 1.0,
     }
     if one.draft_shape == TREE:
         found["tree"] = 1.0

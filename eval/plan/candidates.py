@@ -75,10 +75,10 @@ class Candidate:
         facts = {"kind": self.kind, "draft_shape": self.draft_shape, "draft_tokens": self.longest}
         return {**facts, "shape": dict(self.shape)}
 
-    def prospect(self, training_tokens: int, temperature: float) -> Prospect:
+    def prospect(self, training_tokens: int, temperature: float, prompts: str) -> Prospect:
         """Return what predicts its acceptance."""
         sizes = (self.kind, self.draft_shape, self.layers, self.hidden_size)
-        return Prospect(*sizes, training_tokens, temperature, self.draft_vocab_size)
+        return Prospect(*sizes, training_tokens, temperature, self.draft_vocab_size, prompts)
 
     def fixed_options(self, kind: type) -> dict[str, Any]:
         """Return the options of a drafter's class for chains or trees of a fixed size.

@@ -16,7 +16,7 @@ class PlanConfig(JobConfig):
     UNREAD: ClassVar[tuple[str, ...]] = (
         *("depths", "widths", "heads", "shapes", "speedups"),
         *("acceptance", "runs", "curves", "costs", "training_tokens", "assumed_tflops"),
-        "cost_seconds",
+        *("prompts", "cost_seconds"),
     )
 
     # the target: a folder with weights, a folder with a config.json alone, or a published
@@ -54,6 +54,9 @@ class PlanConfig(JobConfig):
     runs: list[str] = field(default_factory=lambda: ["runs"])
     # further files of measured acceptances, which must hold some of this target
     curves: list[str] = field(default_factory=list)
+    # set of prompts for which acceptance is predicted, as `benchmark` in the file of acceptances;
+    # empty: the one on which the most drafters were measured
+    prompts: str = ""
     # tokens of each training; 0: as many as the known drafters read (their median), or 100 million
     training_tokens: int = 0
     # sustained TFLOP/s of a training, for its hours; 0: those of matrix products on this machine,

@@ -12,6 +12,7 @@ from decoding.devices import device_of
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from decoding.values import check_settings
+from eval.plan.acceptance import choose_curves
 from eval.plan.candidates import Candidate, candidates
 from eval.plan.config import PlanConfig
 from eval.plan.costs import (
@@ -51,6 +52,7 @@ def run(config: PlanConfig) -> Path:
         return Path(config.output_dir)
     check_memory(config, target, found)
     curves, notes = measured_curves(config)
+    _check_prompts(config, curves)
     folder = RunFolder(config)
     costs = CostFile(config, target, folder.path)
     inputs = [resolve_model(config.target.path)] if has_weights(config) else []
@@ -122,6 +124,17 @@ def _check_context(config: PlanConfig, target: Any) -> None:
         raise UserError(
             f"context is {config.context}, expected at most {holds - drafts}: "
             f"{config.target.path} holds {holds} tokens, of which drafts need {drafts}."
+        )
+
+
+def _check_prompts(config: PlanConfig, curves: Sequence[Curve]) -> None:
+    """Raise UserError for prompts on which nothing was measured, if there are curves of others."""
+    known = sorted({one.benchmark for one in choose_curves(curves)})
+    if config.prompts and known and config.prompts not in known:
+        raise UserError(
+            f"prompts is {config.prompts}, on which no drafter of this target was measured, "
+            f"expected one of {', '.join(known)}. Evaluate a drafter on them first, or leave "
+            f"prompts empty."
         )
 
 

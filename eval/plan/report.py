@@ -188,6 +188,7 @@ def notes_of(outlook: Outlook) -> list[str]:
             "of a chain, which is too low."
         )
     if outlook.error is not None:
+        found.append(_about_prompts(outlook))
         error = f"a standard error of {outlook.error:.2f} in its log-odds"
         found.append(
             f"Acceptance is predicted from {outlook.forms} forms of trained drafters, with {error}."
@@ -196,6 +197,25 @@ def notes_of(outlook: Outlook) -> list[str]:
             f"drafters, for which {error} is assumed."
         )
     return found
+
+
+def _about_prompts(outlook: Outlook) -> str:
+    """Return on which prompts the known acceptances were measured."""
+    others = sorted({one.benchmark for one in outlook.curves} - {outlook.prompts})
+    about = f"Acceptance is that on the prompts {outlook.prompts}"
+    if not others:
+        return f"{about}, the only ones with measured drafters."
+    about += (
+        f". Those on {', '.join(others)} count in the predictions too, less what the prompts "
+        f"change on average (prompts= chooses others)."
+    )
+    elsewhere = [
+        row for row in outlook.rows if row.measured_on and outlook.prompts not in row.measured_on
+    ]
+    if elsewhere:
+        names = [f"{row.drafter} ({', '.join(row.measured_on)})" for row in elsewhere]
+        about += f" Measured on other prompts alone, and shown as there: {', '.join(names)}."
+    return about
 
 
 def print_plan(outlook: Outlook, config: PlanConfig, notes: Sequence[str]) -> None:

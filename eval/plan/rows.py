@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from decoding.costs.prediction import Costs, needed_alpha, predicted_speedup
-from eval.plan.acceptance import USUAL_TOKENS, AcceptanceModel, choose_curves
+from eval.plan.acceptance import (
+    USUAL_TOKENS,
+    AcceptanceModel,
+    Prospect,
+    choose_curves,
+    usual_prompts,
+)
 from eval.plan.candidates import Candidate
 from eval.plan.config import PlanConfig
 from eval.plan.costs import MeasuredCosts
@@ -75,6 +81,7 @@ class PlanRow:
     training_tokens: int
     training_flop: float
     training_hours: float  # at assumed_tflops or, without it, at the machine's
+    measured_on: list[str] = field(default_factory=list)  # prompts of a measured acceptance
 
     @property
     def needed(self) -> float | None:
@@ -99,6 +106,7 @@ class Outlook:
     baseline_tokens_per_second: float  # without a drafter
     V: dict[int, float]  # medians over the rows
     tflops: float  # at which a training's hours are given
+    prompts: str = ""  # for which acceptance is predicted; empty: no curves
 
     @property
     def knows_acceptance(self) -> bool:
@@ -115,10 +123,11 @@ def build_outlook(
     """Return the plan. curves: of this target. tflops: TFLOP/s of a training."""
     chosen = choose_curves(curves)
     model = AcceptanceModel.fit(chosen) if chosen else None
+    prompts = config.prompts or usual_prompts(chosen)
     usual = model.usual.training_tokens if model else USUAL_TOKENS
     tokens = config.training_tokens or round(usual)
     baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
-    rows = [_row(config, *one, model, chosen, tokens, baseline, tflops) for one in found]
+    rows = [_row(config, *one, model, chosen, prompts, tokens, baseline, tflops) for one in found]
     forwards: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         for n, ratio in row.V.items():
@@ -127,7 +136,8 @@ def build_outlook(
     if model is None:
         return Outlook(rows, chosen, None, 0, (0, 0), baseline, V, tflops)
     forms = len(model.left_out)
-    return Outlook(rows, chosen, model.error, forms, model.tokens_range, baseline, V, tflops)
+    known = model.tokens_range
+    return Outlook(rows, chosen, model.error, forms, known, baseline, V, tflops, prompts)
 
 
 def _row(
@@ -136,12 +146,15 @@ def _row(
     measured: MeasuredCosts,
     model: AcceptanceModel | None,
     curves: Sequence[Curve],
+    prompts: str,
     tokens: int,
     baseline: float,
     tflops: float,
 ) -> PlanRow:
     costs, ratios, width = measured.costs, measured.ratios, dtype_of(config.target.dtype).itemsize
-    source, rates = acceptance_of(config, one, model, curves, tokens, max(measured.nodes))
+    same = curves_like(config, one, curves, prompts)
+    prospect = one.prospect(tokens, config.temperature, prompts)
+    source, rates = acceptance_of(prospect, model, same, max(measured.nodes))
     flop = one.flops_a_token * tokens
     cache = config.batch_size * (config.context + config.max_draft_tokens)
     return PlanRow(
@@ -167,6 +180,7 @@ def _row(
         training_tokens=tokens,
         training_flop=flop,
         training_hours=flop / tflops / 1e12 / 3600,
+        measured_on=sorted({curve.benchmark for curve in same}),
     )
 
 
@@ -210,23 +224,14 @@ def predicted_speedups(alpha_D: Sequence[float], costs: Costs) -> dict[int, floa
     return {gamma: predicted_speedup(alpha_D, gamma, costs) for gamma in costs.gammas}
 
 
-def acceptance_of(
-    config: PlanConfig,
-    one: Candidate,
-    model: AcceptanceModel | None,
-    curves: Sequence[Curve],
-    tokens: int,
-    depths: int,
-) -> tuple[str, Rates]:
-    """Return where a candidate's acceptance rates come from, and the rates with lower and upper.
+def curves_like(
+    config: PlanConfig, one: Candidate, curves: Sequence[Curve], prompts: str
+) -> list[Curve]:
+    """Return the curves of drafters like a candidate: on these prompts or, without any, on others.
 
-    tokens: of its training. depths: number of rates. A drafter of this form and draft vocabulary
-    that was measured at this temperature, and trained on as many tokens if `training_tokens` is
-    set, is not predicted.
+    They have its form and draft vocabulary, were measured at this temperature, and trained on as
+    many tokens if `training_tokens` is set.
     """
-    if model is None:
-        return NONE, ([], [], [])
-    prospect = one.prospect(tokens, config.temperature)
     form = (one.kind, one.draft_shape, one.layers, one.hidden_size)
     same = [
         curve
@@ -235,6 +240,18 @@ def acceptance_of(
         and curve.draft_vocab_size == one.draft_vocab_size
         and config.training_tokens in (0, curve.training_tokens)
     ]
+    return [curve for curve in same if curve.benchmark == prompts] or same
+
+
+def acceptance_of(
+    prospect: Prospect, model: AcceptanceModel | None, same: Sequence[Curve], depths: int
+) -> tuple[str, Rates]:
+    """Return where a candidate's acceptance rates come from, and the rates with lower and upper.
+
+    same: measured drafters like it; without any it is predicted. depths: number of rates.
+    """
+    if model is None:
+        return NONE, ([], [], [])
     if same:
         rates = pooled_rates(same)[:depths]
         return MEASURED, (rates, rates, rates)
