@@ -81,6 +81,7 @@ def compare(planned: Prediction, row: Row, sweep: Sequence[Row]) -> dict[str, An
     drafters in the sweep.
     """
     length, speed = row.num_draft_tokens, row.tokens_per_second
+    speedup = planned.tokens_per_second[length] / planned.baseline_tokens_per_second
     measured = {
         one.num_draft_tokens: one.tokens_per_second for one in sweep if one.drafter == row.drafter
     }
@@ -100,6 +101,7 @@ def compare(planned: Prediction, row: Row, sweep: Sequence[Row]) -> dict[str, An
         "planned": planned.tokens_per_second[length],
         "error": planned.tokens_per_second[length] / speed - 1,
         "error_by_mean": planned.by_mean[length] / speed - 1,
+        "speedup_error": speedup / row.speedup - 1,
         "best_gamma": fastest(measured),
         "planned_gamma": fastest(planned.tokens_per_second),
         "regret": regret(planned.tokens_per_second, measured),
@@ -110,7 +112,7 @@ def compare(planned: Prediction, row: Row, sweep: Sequence[Row]) -> dict[str, An
 def summary(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the median and worst error and regret of all drafters, and whether goals are met."""
     found: dict[str, Any] = {}
-    for name in ("error", "error_by_mean", "regret", "regret_by_mean"):
+    for name in ("error", "error_by_mean", "speedup_error", "regret", "regret_by_mean"):
         sizes = [abs(one[name]) for one in figures]
         found |= {f"median_{name}": statistics.median(sizes), f"worst_{name}": max(sizes)}
     for name, most in (("median_error", MEDIAN_GOAL), ("worst_error", WORST_GOAL)):
@@ -126,6 +128,9 @@ def summary_lines(found: Mapping[str, Any]) -> list[str]:
         f"{found['worst_error']['found']:.1%} (goal {WORST_GOAL:.0%})",
         f"error of tokens/s, predicted from their mean acceptance: median "
         f"{found['median_error_by_mean']:.1%}, worst {found['worst_error_by_mean']:.1%}",
+        f"error of speedups, which a change of the machine's speed after the plan does not move: "
+        f"median {found['median_speedup_error']:.1%}, worst "
+        f"{found['worst_speedup_error']:.1%}",
         f"speed lost by the planned draft length: median {found['median_regret']:.1%}, worst "
         f"{found['worst_regret']:.1%}; by that of the mean acceptance: median "
         f"{found['median_regret_by_mean']:.1%}, worst {found['worst_regret_by_mean']:.1%}",

@@ -123,6 +123,7 @@ def test_throughput_is_compared_at_the_measured_length_and_lengths_by_their_spee
     assert (found["gamma"], found["best_gamma"], found["planned_gamma"]) == (3, 3, 2)
     assert found["error"] == pytest.approx(120 / 105 - 1)
     assert found["error_by_mean"] == pytest.approx(126 / 105 - 1)
+    assert found["speedup_error"] == pytest.approx(120 / 90 / row.speedup - 1)
     assert found["regret"] == pytest.approx(0.05)
     assert found["regret_by_mean"] == pytest.approx(0.2)
     right = dataclasses.replace(made, tokens_per_second={1: 1.0, 2: 2.0, 3: 105.0})
@@ -132,7 +133,8 @@ def test_throughput_is_compared_at_the_measured_length_and_lengths_by_their_spee
 
 def test_the_summary_has_the_goals():
     def figures(error: float) -> dict[str, float]:
-        return {"error": error, "error_by_mean": -0.4, "regret": 0.02, "regret_by_mean": 0.1}
+        lost = {"regret": 0.02, "regret_by_mean": 0.1}
+        return {"error": error, "error_by_mean": -0.4, "speedup_error": error / 2, **lost}
 
     found = summary([figures(-0.05), figures(0.08), figures(-0.25)])
     assert found["median_error"] == {"found": 0.08, "met": True}
@@ -141,4 +143,5 @@ def test_the_summary_has_the_goals():
     text = "\n".join(summary_lines(found))
     assert "median 8.0% (goal 10%), worst 25.0% (goal 20%)" in text
     assert "mean acceptance: median 40.0%, worst 40.0%" in text
+    assert "does not move: median 4.0%, worst 12.5%" in text
     assert "planned draft length: median 2.0%, worst 2.0%" in text
