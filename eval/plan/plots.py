@@ -85,7 +85,7 @@ def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
     if outlook.knows_acceptance:
         known = (
             f"A drafter reaches {first:g}x where its round marker is not left of the other one. "
-            f"Bars of predictions: two standard errors."
+            f"Its bars: two standard errors."
         )
     return make_plot(axes, f"{bars}{known}")
 
@@ -182,7 +182,7 @@ def speedup_by_training(rows: Sequence[PlanRow], styles: Styles) -> Plot:
             assert row.speedup_low is not None and row.speedup_high is not None
             bounds = row.predicted_speedup, row.speedup_low, row.speedup_high
             _draw(axes, row, styles, row.training_flop / 1e15, *bounds)
-    return make_plot(axes, "Bars: two standard errors of the predicted acceptance.")
+    return make_plot(axes, "Bars: two standard errors of the acceptance.")
 
 
 @rc_context(SETTINGS)

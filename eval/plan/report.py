@@ -58,7 +58,7 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
     if trained := best_trained(rows):
         found.append(
             f"Fastest of the trained drafters: {trained.drafter}, "
-            f"{text.times(trained.predicted_speedup)} by its measured acceptance, at draft length "
+            f"{_interval(trained)} by its measured acceptance, at draft length "
             f"{trained.num_draft_tokens}."
         )
     if not chosen:
@@ -142,17 +142,13 @@ def _duration(hours: float) -> str:
 
 
 def _interval(row: PlanRow) -> str:
-    """Return the predicted speedup, with bounds unless the acceptance was measured."""
-    bounded = row.acceptance == PREDICTED
-    low, high = (row.speedup_low, row.speedup_high) if bounded else (None, None)
-    return text.with_interval(row.predicted_speedup, low, high)
+    """Return the predicted speedup, with the bounds that those of the acceptance give."""
+    return text.with_interval(row.predicted_speedup, row.speedup_low, row.speedup_high)
 
 
 def _accepted(row: PlanRow) -> str:
-    rate = f"{row.alpha_by_depth[0]:.2f}"
-    if row.acceptance == MEASURED:
-        return rate
-    return f"~{rate} [{row.alpha_low[0]:.2f}, {row.alpha_high[0]:.2f}]"
+    rate = f"{row.alpha_by_depth[0]:.2f} [{row.alpha_low[0]:.2f}, {row.alpha_high[0]:.2f}]"
+    return rate if row.acceptance == MEASURED else f"~{rate}"
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:

@@ -7,6 +7,7 @@ candidate, and with acceptance rates that are predicted from those of trained dr
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from decoding.costs.prediction import Costs, needed_alpha, predicted_speedup
 from eval.plan.acceptance import (
+    HALF,
     USUAL_TOKENS,
     AcceptanceModel,
     Prospect,
@@ -67,7 +69,7 @@ class PlanRow:
     needs: list[Need]
     acceptance: str  # measured | predicted | empty: not known
     alpha_by_depth: list[float]
-    alpha_low: list[float]  # two standard errors below, equal for a measured acceptance
+    alpha_low: list[float]  # two standard errors below
     alpha_high: list[float]
     num_draft_tokens: int | None  # draft length with the largest predicted speedup
     speedup_by_length: dict[int, float]
@@ -253,23 +255,32 @@ def acceptance_of(
     if model is None:
         return NONE, ([], [], [])
     if same:
-        rates = pooled_rates(same)[:depths]
-        return MEASURED, (rates, rates, rates)
-    return PREDICTED, (
-        model.predict(prospect, depths),
-        model.predict(prospect, depths, -ERRORS),
-        model.predict(prospect, depths, ERRORS),
-    )
+        middle, low, high = (pooled_rates(same, n)[:depths] for n in (0.0, -ERRORS, ERRORS))
+        return MEASURED, (middle, low, high)
+    middle, low, high = (model.predict(prospect, depths, n) for n in (0.0, -ERRORS, ERRORS))
+    return PREDICTED, (middle, low, high)
 
 
-def pooled_rates(curves: Sequence[Curve]) -> list[float]:
+def binomial_bound(accepted: float, tests: float, errors: float) -> float:
+    """Return a rate's bound some standard errors above it, or below it if they are negative.
+
+    It is the score bound, which few tests do not move beyond 0 or 1 (Wilson 1927).
+    """
+    rate, share = accepted / tests, errors**2 / tests
+    spread = errors * math.sqrt((rate * (1 - rate) + share / 4) / tests)
+    return min(1.0, max(0.0, (rate + share / 2 + spread) / (1 + share)))
+
+
+def pooled_rates(curves: Sequence[Curve], errors: float = 0.0) -> list[float]:
     """Return the acceptance rates of all curves together, before the first depth with few tests.
 
-    Curves without numbers of tests count only where no other is given, and for depth 1 alone.
+    Curves without numbers of tests count only where no other is given, and for depth 1 alone, as
+    HALF tests each. errors: standard errors above the rates, by the numbers of tests.
     """
     counted = [one for one in curves if one.tested_by_depth]
     if not counted:
-        return [fmean(one.alpha_by_depth[0] or 0.0 for one in curves)]
+        rate, tests = fmean(one.alpha_by_depth[0] or 0.0 for one in curves), HALF * len(curves)
+        return [binomial_bound(rate * tests, tests, errors) if errors else rate]
     tested_D = metrics.add_by_depth([one.tested_by_depth for one in counted])
     accepted_D = [0.0] * len(tested_D)
     for one in counted:
@@ -280,7 +291,7 @@ def pooled_rates(curves: Sequence[Curve]) -> list[float]:
     for tested, accepted in zip(tested_D, accepted_D, strict=True):
         if tested < (metrics.MIN_TESTS if found else 1):
             break
-        found.append(accepted / tested)
+        found.append(binomial_bound(accepted, tested, errors) if errors else accepted / tested)
     return found
 
 

@@ -114,7 +114,8 @@ def test_measured_and_predicted_acceptances_are_distinct(home: Path, tmp_path: P
     rows = {row.drafter: row for row in rows_in(again(home, tmp_path, acceptance=str(file)))}
     assert [rows[name].acceptance for name in NAMES] == [MEASURED, PREDICTED, MEASURED, PREDICTED]
     one = rows["1 layer, width 32"]
-    assert one.alpha_by_depth == one.alpha_low == one.alpha_high == pytest.approx([0.7] * 3, 1e-2)
+    assert one.alpha_by_depth == pytest.approx([0.7] * 3, 1e-2)
+    assert one.alpha_low[2] < one.alpha_low[0] < 0.7 < one.alpha_high[0] < one.alpha_high[2]
     other = rows["eagle3"]
     assert other.alpha_low[0] < other.alpha_by_depth[0] < other.alpha_high[0]
     assert other.speedup_low is not None and other.predicted_speedup is not None
