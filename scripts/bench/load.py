@@ -145,17 +145,27 @@ def learn_table(
         KEY: table,
         "drafts_nothing_from": drafts_nothing_from(table),
     }
-    try:
-        found = speculative_config(
-            engine.drafter, folder_of(drafter), table, engine.target.num_layers
-        )
-    except UserError as error:
-        figures["vllm"] = str(error)
-    else:
-        name = re.sub(r"[^\w.-]+", "_", label_of(drafter)).strip("_.")
-        figures["vllm"] = f"{chosen.name}.{name}.yaml"
-        common.write_result(figures["vllm"], format_file(found, chosen.target))
+    figures["vllm"] = write_vllm_file(drafter, engine, table, chosen)
     return figures, table
+
+
+def write_vllm_file(
+    drafter: str | Mapping[str, Any],
+    engine: Engine,
+    table: Sequence[Sequence[int]],
+    chosen: Options,
+) -> str:
+    """Write a drafter's settings for vLLM; return the file's name, or why there is none."""
+    assert engine.drafter is not None
+    folder, layers = folder_of(drafter), engine.target.num_layers
+    try:
+        found = speculative_config(engine.drafter, folder, table, layers)
+    except UserError as error:
+        return str(error)
+    name = re.sub(r"[^\w.-]+", "_", label_of(drafter)).strip("_.")
+    file = f"{chosen.name}.{name}.yaml"
+    common.write_result(file, format_file(found, chosen.target))
+    return file
 
 
 def prompts_of(engine: Engine, chosen: Options) -> list[list[int]]:

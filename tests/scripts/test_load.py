@@ -1,12 +1,14 @@
 """The benchmark of the HTTP server under load: its arithmetic, and a toy run."""
 
 import json
+import re
 import statistics
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import yaml
@@ -18,6 +20,7 @@ from scripts.bench.load import Options
 from scripts.bench.load_figures import left_out, percentiles, plots, summary, where_it_pays
 from scripts.bench.load_requests import Answered, arrivals
 from scripts.bench.vllm_file import KEY
+from scripts.server_process import run_server
 
 TABLE = [[1, 2, 4], [3, 8, 0]]
 SERVERS = ["plain", "prompt_lookup", "prompt_lookup by batch", "suffixes", "suffixes by batch"]
@@ -173,7 +176,7 @@ def test_a_drafter_with_options_is_one_setting(tmp_path: Path) -> None:
 # The whole -------------------------------------------------------------------------------------
 @pytest.mark.long
 def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run servers of two drafters beside one without, and check what is saved."""
+    """Run servers of two drafters beside one without, and one more server; check what is saved."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     options = {
         "target": tiny_target,
@@ -190,12 +193,17 @@ def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         "name": "toy",
     }
     words = [f"{key}={value}" for key, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["load.py", *words])
-    script.main()
+    other = (f"target.path={tiny_target}", "target.dtype=float32", "threads=1")
+    with run_server("serving.api", *other, f"output_dir={tmp_path / 'other'}") as server:
+        words.append(f"urls={{other: {server.url}}}")
+        monkeypatch.setattr(sys, "argv", ["load.py", *words])
+        script.main()
+        assert server.process.poll() is None, "it is not the script's to end"
+        metrics = httpx2.get(f"{server.url}/metrics").text
     figures = json.loads((tmp_path / "toy.json").read_text())["figures"]
     rows = figures["rates"]
     assert [(row["rate"], row["server"]) for row in rows] == [
-        (rate, server) for rate in (5.0, 20.0) for server in SERVERS
+        (rate, server) for rate in (5.0, 20.0) for server in [*SERVERS, "other"]
     ]
     assert {(row["answers"], row["equal_texts"]) for row in rows} == {(12, 12)}, "same texts"
     for row in rows:
@@ -209,7 +217,9 @@ def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(answers) == 12 * len(rows) and {one["pass"] for one in answers} == {0, 1}
     for name in ("latency", "over_plain"):
         assert (tmp_path / f"toy.{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert figures["pays"].keys() == {*SERVERS[1:]}
+    assert figures["pays"].keys() == {*SERVERS[1:], "other"}
+    answered = re.findall(r'requests_total\{outcome="(?:stop|length)"\} (\d+)', metrics)
+    assert sum(map(int, answered)) == 2 * 2 * 7, "in each pass and rate six, and one to warm up"
     lookup, suffixes = figures["drafters"]["prompt_lookup"], figures["drafters"]["suffixes"]
     assert suffixes["vllm"] == "vLLM does not run suffixes."
     table = lookup["num_draft_tokens_by_batch"]

@@ -28,23 +28,29 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-# Runs in .venv-vllm, which has the client: reads {"url", "prompts", "max_tokens"}, and writes the
-# token ids of each prompt and its answer.
+# Runs in .venv-vllm, which has the client: reads {"url", "prompts", "max_tokens", "at_once"}, and
+# writes the token ids of each prompt and its answer.
 CLIENT = """
 import json, sys
+from concurrent.futures import ThreadPoolExecutor
 from openai import OpenAI
 
 given = json.load(sys.stdin)
 client = OpenAI(base_url=given["url"], api_key="none", max_retries=0)
 model = client.models.list().data[0].id
-for prompt in given["prompts"]:
-    reply = client.chat.completions.create(
+
+
+def ask(prompt):
+    return client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],
         max_tokens=given["max_tokens"],
         temperature=0.0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
+
+
+for reply in ThreadPoolExecutor(given["at_once"]).map(ask, given["prompts"]):
     print(json.dumps([reply.prompt_token_ids, reply.choices[0].token_ids]))
 """
 
@@ -85,10 +91,14 @@ class Server:
                 time.sleep(0.5)
         raise AssertionError(f"vLLM did not start:\n{self.log.read_text()[-4000:]}")
 
-    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
-        """Return greedy answers of `max_tokens` tokens through the `openai` client."""
+    def ask(self, prompts: Sequence[str], max_tokens: int, at_once: int = 1) -> list[Answer]:
+        """Return greedy answers of `max_tokens` tokens through the `openai` client.
+
+        at_once: requests that are sent together.
+        """
         self.wait()
-        asked = {"url": f"{self.url}/v1", "prompts": [*prompts], "max_tokens": max_tokens}
+        asked = {"url": f"{self.url}/v1", "prompts": [*prompts]}
+        asked |= {"max_tokens": max_tokens, "at_once": at_once}
         done = subprocess.run(
             [PYTHON, "-c", CLIENT],
             input=json.dumps(asked),
