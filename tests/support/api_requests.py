@@ -65,7 +65,8 @@ class Arrivals:
         await self._of[tuple(prompt)].wait()
 
     def end(self, served: Served) -> None:
-        served.service.scheduler.submit = self._submit  # type: ignore[method-assign]
+        """Let the scheduler receive jobs by its own method again."""
+        del served.service.scheduler.submit
 
 
 async def ask_all(
