@@ -107,16 +107,22 @@ class Served:
         raise AssertionError("rows or requests were left behind")
 
 
+def make_engine(drafter: str) -> Engine:
+    """Return the random target with this drafter, models that no other server uses."""
+    models = make_models()
+    return Engine(models.target, models.drafter(drafter), load_tokenizer(TOKENIZER), (2,))
+
+
 @contextmanager
 def serve(
-    drafter: str = "chain", key_file: str = "", rule: str = "coupled", **changes: object
+    drafter: str | Engine = "chain", key_file: str = "", rule: str = "coupled", **changes: object
 ) -> Iterator[Served]:
     """Run the server with this drafter in a thread, on a free port.
 
-    rule: the verification rule. changes: settings of the job.
+    drafter: that of the random target, or another target with its drafter. rule: the verification
+    rule. changes: settings of the job.
     """
-    models = make_models()
-    engine = Engine(models.target, models.drafter(drafter), load_tokenizer(TOKENIZER), (2,))
+    engine = make_engine(drafter) if isinstance(drafter, str) else drafter
     settings = settings_of(engine, verify=rule, stop_token_ids=engine.stop_token_ids)
     cfg = ApiConfig(job="serving.api", output_dir="", grace_seconds=1, **changes)  # type: ignore[arg-type]
     service = make_service(ChatModels(engine, settings, "", "auto"), cfg, Keys(key_file))
