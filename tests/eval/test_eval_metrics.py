@@ -253,7 +253,7 @@ def crossed_sides(random, drift):
     return [lengths_P * np.exp(one_KP) for one_KP in noise]
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.03])
+@pytest.mark.parametrize("drift", [0.0, 0.05])
 def test_the_crossed_interval_covers_drift_from_pass_to_pass(drift):
     random, covered, of_requests = np.random.default_rng(0), 0, 0
     for trial in range(200):
@@ -265,7 +265,7 @@ def test_the_crossed_interval_covers_drift_from_pass_to_pass(drift):
         control = metrics.paired_bootstrap(*sums, resamples=400, seed=trial)
         assert control.value == pytest.approx(found.value)
         of_requests += control.low <= 1 <= control.high
-    assert covered >= 185
+    assert covered >= 188
     assert drift == 0 or of_requests < 175, "control: requests alone do not cover it"
 
 
