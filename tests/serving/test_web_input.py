@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,11 @@ class Page:
                         return
 
 
-@pytest.fixture(scope="module")
-def page(gradio: None, tiny_target: Path) -> Iterator[Page]:
-    place = TargetConfig(path=str(tiny_target), device="cpu")
-    cfg = WebConfig(job="serving.web", output_dir="", target=place, idle_seconds=2)
+@contextmanager
+def running(target: Path, **settings: Any) -> Iterator[Page]:
+    """Serve the page in a thread; at its end, check that it still answers."""
+    place = TargetConfig(path=str(target), device="cpu")
+    cfg = WebConfig(job="serving.web", output_dir="", target=place, idle_seconds=2, **settings)
     demo = Demo(load(cfg), cfg, refresh_seconds=0.0)
     server = make_server(demo, cfg)
     with listen("127.0.0.1", 0) as listener:
@@ -99,6 +101,12 @@ def page(gradio: None, tiny_target: Path) -> Iterator[Page]:
             server.should_exit = True
             thread.join()
             demo.close()
+
+
+@pytest.fixture(scope="module")
+def page(gradio: None, tiny_target: Path) -> Iterator[Page]:
+    with running(tiny_target) as found:
+        yield found
 
 
 BODIES: list[tuple[bytes | Any, int, str]] = [
@@ -221,6 +229,24 @@ def test_a_run_that_waits_ends_when_its_visitor_begins_another(page: Page) -> No
             shown[message["event_id"] == stale] += json.dumps(message["output"])
     assert "target forwards" not in shown[True] and "target forwards" in shown[False]
     assert time.monotonic() - began < TOKENS * ROUND_S
+
+
+@pytest.mark.usefixtures("slow_rounds", "gradio")
+def test_visitors_see_their_place_and_the_queue_is_bounded(tiny_target: Path) -> None:
+    with running(tiny_target, max_waiting=2) as page:
+        decodes = decoding(page, "decodes")
+        values = {session: page.begin(GOOD, session) for session in ("first", "second", "third")}
+        waiting = [
+            page.messages("run", values[session], session) for session in ("first", "second")
+        ]
+        places = [next(one for one in run if one["msg"] == "estimation") for run in waiting]
+        assert [place["rank"] for place in places] == [0, 1]
+        body = {"data": values["third"], "fn_index": page.functions["run"]}
+        refused = page.post({**body, "session_hash": "third"})
+        assert refused.status_code == 503 and "Queue is full. Max size is 2" in refused.text
+        decodes.close()
+        assert all(list(run)[-1]["success"] for run in waiting), "they are served in the end"
+        assert page.call("run", values["third"], "third")["success"], "control: there is room again"
 
 
 def test_idle_connections_neither_block_nor_stay(page: Page) -> None:
