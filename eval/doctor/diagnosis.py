@@ -163,10 +163,11 @@ def _bound(subject: Subject, findings: Sequence[Finding]) -> str:
     found = rate(subject.serve().counts)
     gamma = subject.config.num_draft_tokens
     tokens = expected_tokens([found.value], gamma) if found.value == found.value else 1.0
-    parts = [
-        f"At an acceptance of {found.value:.2f} a round of {gamma} drafted tokens emits "
-        f"{tokens:.2f}; at 1 it would emit {gamma + 1}."
-    ]
+    first = f"At an acceptance of {found.value:.2f} a round of {gamma} drafted tokens emits "
+    first += f"{tokens:.2f}"
+    if tokens < gamma + 0.995:  # else the same figure twice
+        first += f"; at 1 it would emit {gamma + 1}"
+    parts = [f"{first}."]
     new_text = next(one for one in findings if one.cause == "new_text")
     if new_text.loss is not None and new_text.loss.value < 0.005:
         parts.append(
