@@ -33,7 +33,7 @@ from scripts.options import run_with_options
 from scripts.server_process import run_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT = 960, 900  # of the window; the pictures end below the panes
+WIDTH, HEIGHT = 1080, 900  # of the window; the pictures end below the panes
 MOST_BYTES = 2_000_000
 COLOURS = (128, 64, 32, 16)
 HOLD_MS = 3000  # of the last picture
