@@ -13,6 +13,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.rounds.stats import Round, distinct_n
+from jobs.malloc import without_collector
 from jobs.run_files import journal_bytes, read_journal_lines
 
 STALL = 3.0
@@ -164,6 +165,7 @@ def _saved(item: Any) -> dict[str, Any]:
     return values
 
 
+@without_collector()
 def read_records(path: Path) -> list[Record]:
     """Read all records of a run, skipping a torn last line.
 

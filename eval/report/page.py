@@ -34,6 +34,7 @@ from eval.statistics.rows import samples_of
 from eval.statistics.schema import Row, main_rows
 from jobs.drafter_use import ALONE
 from jobs.drafters import CONTROL
+from jobs.malloc import without_collector
 
 PAGES = Environment(
     loader=PackageLoader("eval.report"),
@@ -70,6 +71,7 @@ class Provenance:
     texts: list[text.TracedText] = field(default_factory=list)
 
 
+@without_collector()
 def evaluation_page(
     rows: list[Row],
     records: Sequence[Record],

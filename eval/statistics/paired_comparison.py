@@ -9,7 +9,7 @@ from operator import attrgetter
 from eval.measure.records import Record
 from eval.statistics.lossless import LOSSY
 from eval.statistics.metrics import Interval, paired_bootstrap
-from eval.statistics.paired_samples import pair_samples, speed_columns
+from eval.statistics.paired_samples import unit_speeds
 from eval.statistics.schema import Row
 from jobs.drafter_use import ALONE
 
@@ -38,8 +38,12 @@ def paired_comparisons(rows: Sequence[Row], records: Sequence[Record]) -> list[P
     found = []
     for row in rivals if len(rivals) > 1 else []:
         rival = rivals[1] if row is rivals[0] else rivals[0]
-        pairs = pair_samples(_records_of(row, records), _records_of(rival, records))
-        ratio = paired_bootstrap(*speed_columns(pairs), seed=row.seed)
+        mine, theirs = (unit_speeds(_records_of(one, records)) for one in (row, rival))
+        assert mine.keys() == theirs.keys(), "rows of a condition have the same prompts"
+        columns = [
+            zip(*(side[unit] for unit in sorted(mine)), strict=True) for side in (mine, theirs)
+        ]
+        ratio = paired_bootstrap(*columns[0], *columns[1], seed=row.seed)
         found.append(PairedComparison(row, rival, ratio))
     return found
 

@@ -9,6 +9,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def total(samples: Iterable[PairedSample]) -> PairedSample:
     if len(everyone) == 1:
         return everyone[0]
     for name, start in vars(found).items():
-        values = (vars(sample)[name] for sample in everyone)
+        values = map(attrgetter(name), everyone)
         joins = isinstance(start, list)
         vars(found)[name] = list(itertools.chain.from_iterable(values)) if joins else sum(values)
     return found
@@ -128,6 +129,19 @@ def speed_columns(units: Sequence[PairedSample]) -> list[list[float]]:
     """Return (tokens_P, seconds_P, base_tokens_P, base_seconds_P) for the paired bootstrap."""
     names = ("tokens", "seconds", "base_tokens", "base_seconds")
     return [[vars(unit)[name] for unit in units] for name in names]
+
+
+def unit_speeds(records: Iterable[Record]) -> dict[int, tuple[int, float]]:
+    """Return the tokens and seconds of each unit; a batch takes as long as its longest row.
+
+    They are those of `PairedSample`, without the rest of it.
+    """
+    found: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for (unit, _, _), rows in _by_batch(records).items():
+        tokens, seconds = found[unit]
+        tokens += sum(len(row.tokens) for row in rows)
+        found[unit] = tokens, seconds + _most(rows, "decode_seconds")
+    return found
 
 
 def pair_samples(records: Iterable[Record], baseline: Iterable[Record]) -> list[PairedSample]:
@@ -155,10 +169,6 @@ def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int, int], list[Reco
 def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
     """Pair the rows of one decode call. A batch takes as long as its longest row."""
     first = [row for row in rows if (row.sample, row.turn) == (0, 0)]
-    longest = (
-        *("draft_steps", "verified", "lanes_seconds", "draft_seconds", "target_seconds"),
-        *("shorter_seconds", "forward_seconds", "verify_seconds"),
-    )
     return PairedSample(
         ids=[row.prompt_id for row in first],
         turns=1,
@@ -166,12 +176,12 @@ def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
         distinct_4=[row.distinct_4 for row in base],
         tokens=sum(len(row.tokens) for row in rows),
         rounds=sum(row.rounds for row in rows),
-        batch_rounds=max(row.rounds for row in rows),
-        seconds=max(row.decode_seconds for row in rows),
+        batch_rounds=_most(rows, "rounds"),
+        seconds=_most(rows, "decode_seconds"),
         prefill_seconds=rows[0].prefill_seconds,
         base_tokens=sum(len(row.tokens) for row in base),
-        base_batch_rounds=max(row.rounds for row in base),
-        base_seconds=max(row.decode_seconds for row in base),
+        base_batch_rounds=_most(base, "rounds"),
+        base_seconds=_most(base, "decode_seconds"),
         base_prefill_seconds=base[0].prefill_seconds,
         cpu_seconds=rows[0].cpu_seconds + base[0].cpu_seconds,
         drafted=sum(row.drafted for row in rows),
@@ -179,11 +189,23 @@ def _pair_batch(rows: Sequence[Record], base: Sequence[Record]) -> PairedSample:
         traces=[row.trace for row in rows],
         tested=[row.tested_by_depth for row in rows],
         accepted=[row.accepted_by_depth for row in rows],
-        **{name: max(vars(row)[name] for row in rows) for name in longest},
-        base_forward_seconds=max(row.forward_seconds for row in base),
-        base_verify_seconds=max(row.verify_seconds for row in base),
+        **{name: _most(rows, name) for name in _LONGEST},
+        base_forward_seconds=_most(base, "forward_seconds"),
+        base_verify_seconds=_most(base, "verify_seconds"),
         untimed=min(row.forward_seconds for row in (*rows, *base)) <= 0,
     )
+
+
+# fields of a batch's longest row
+_LONGEST = (
+    *("draft_steps", "verified", "lanes_seconds", "draft_seconds", "target_seconds"),
+    *("shorter_seconds", "forward_seconds", "verify_seconds"),
+)
+
+
+def _most(rows: Sequence[Record], name: str) -> Any:
+    """Return the largest value of a field; pages of 10,000 prompts have a million of one row."""
+    return getattr(rows[0], name) if len(rows) == 1 else max(map(attrgetter(name), rows))
 
 
 def draft_ms(sample: PairedSample, facts: DrafterFacts, parts: PartTimes) -> float:

@@ -35,6 +35,7 @@ from eval.statistics.paired_samples import (
 from eval.statistics.pearl_trace import speedup_from_trace, turns
 from eval.statistics.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
 from jobs.drafter_use import ALONE
+from jobs.malloc import without_collector
 
 CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula predicts
 # Fields that a row shares with its records.
@@ -43,6 +44,7 @@ OF_RECORDS = ("part", "batch_size", "temperature", "num_draft_tokens")
 ByGamma = Mapping[int, tuple[list[Record], list[PairedSample]]]
 
 
+@without_collector()
 def build_rows(
     run: RunFacts,
     facts: dict[str, DrafterFacts],

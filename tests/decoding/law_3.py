@@ -18,8 +18,9 @@ from decoding.rounds.settings import Settings
 from eval.statistics.joint_law import P_LIMIT as P_LIMIT  # the tests of the law import it
 from eval.statistics.joint_law import Triple, joint, p_value
 from heads.block.drafter import BlockDrafter
+from jobs.malloc import without_collector
 from tests.support.batched_requests import MANY, decode_in_batches
-from tests.support.many_requests import first_tokens, without_collector
+from tests.support.many_requests import first_tokens
 from tests.support.tiny_targets import TableTarget, five_words
 
 from .rows import COSTS, PICKED, ROWS

@@ -25,7 +25,8 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
 from decoding.verification import device_chain, token_tree
-from tests.support.many_requests import first_tokens, replace_uniform, without_collector
+from jobs.malloc import without_collector
+from tests.support.many_requests import first_tokens, replace_uniform
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import TableTarget
 

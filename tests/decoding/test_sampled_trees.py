@@ -31,8 +31,8 @@ from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 from decoding.stopping.planner import chance_of
+from jobs.malloc import without_collector
 from tests.support.host_waits import models
-from tests.support.many_requests import without_collector
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import random_prompts
 

@@ -5,9 +5,7 @@ the batch once it has the tokens that are counted. Python's cyclic garbage colle
 contain no cycles, and its scans of many small objects would take half of the time.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -25,16 +23,6 @@ def replace_uniform(patch: pytest.MonkeyPatch, uniform: Callable[..., float]) ->
     """Replace the random numbers of all rules and drafters by those of another `uniform`."""
     patch.setattr(TokenChooser, "uniform", uniform)
     patch.setattr(token_chooser, "FEW", 10**9)  # numpy computes none of them
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Turn the garbage collector off while the block runs."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def opened(
