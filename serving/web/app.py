@@ -128,7 +128,7 @@ def _add_choices(demo: Demo, cfg: WebConfig) -> list[Any]:
         autofocus=True,
     )
     wide: dict[str, Any] = {"min_width": 200}
-    with gr.Row(elem_classes="sd-choices"):
+    with gr.Row():
         drafter = gr.Dropdown(choices, value=choices[0], label="Drafter", **wide)
         schedule = gr.Dropdown(fitting, value=fitting[0][1], label="Schedule", min_width=250)
         temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", **wide)
