@@ -5,24 +5,21 @@ of the command line or the experiment, or that of a saved configuration, is read
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from decoding.errors import UserError
 from heads.registry import find_kind, kind_of, read_mapping
-from jobs.job import CONF, job_main
+from jobs.composing import CONF, search_folders
+from jobs.job import job_main
 from jobs.stages import ON_FILE
 from training.heads.config import HeadJobConfig
 from training.heads.train import train_head
 from training.held_out.answers import check_stages
 
 DEFAULT_KIND = "recurrent"  # as in conf/heads_train.yaml
-SEARCHPATH = "hydra.searchpath"
 
 
 def run(config: Any) -> Path:
@@ -68,25 +65,16 @@ def find_kind_name(arguments: Sequence[str]) -> str:
         name = str(read_mapping(Path(arguments[arguments.index(ON_FILE) + 1])).get("kind"))
         return kind_of(name).name
     given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
-    preset = given.get("head") or _of_experiment(given.get("+experiment", ""))
-    folders = (CONF, *_search_folders(given.get(SEARCHPATH, "")))
+    folders = (CONF, *search_folders(arguments))
+    preset = given.get("head") or _of_experiment(given.get("+experiment", ""), folders)
     return find_kind(preset, folders) or DEFAULT_KIND
 
 
-def _search_folders(value: str) -> Iterator[Path]:
-    """Yield the folders that `hydra.searchpath=[...]` names."""
-    found = yaml.safe_load(value)
-    for one in found if isinstance(found, list) else []:
-        scheme, separator, rest = str(one).partition("://")
-        if scheme == "pkg" and separator:
-            yield Path(str(files(rest.replace("/", "."))))
-        else:
-            yield Path(rest if separator else scheme)
-
-
-def _of_experiment(name: str) -> str:
+def _of_experiment(name: str, folders: Iterable[Path]) -> str:
     """Return the name of the preset in an experiment's defaults, or an empty string."""
-    defaults = read_mapping(CONF / "experiment" / f"{name}.yaml").get("defaults", [])
+    files = (folder / "experiment" / f"{name}.yaml" for folder in folders)
+    file = next((file for file in files if file.is_file()), None)
+    defaults = read_mapping(file).get("defaults", []) if file else []
     found = [one["override /head"] for one in defaults if "override /head" in one]
     return str(found[-1]) if found else ""
 

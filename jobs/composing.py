@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from jobs.paths import data_folder
-from jobs.syntax import composition_error
+from jobs.syntax import composition_error, quoted
 
 CONF = data_folder("conf")
+SEARCH_PATH = "hydra.searchpath"
 
 
 def translate_errors(action: Callable[[], Any]) -> Any:
@@ -53,3 +57,41 @@ def compose_job(job: str, schema: type[Any], overrides: Sequence[str]) -> DictCo
         found = translate_errors(lambda: compose(job.replace(".", "_"), list(overrides)))
     assert isinstance(found, DictConfig)
     return found
+
+
+def search_folders(overrides: Sequence[str]) -> list[Path]:
+    """Return the folders of a command line's `hydra.searchpath=[...]`, searched after conf/.
+
+    Invalid overrides give none, since composing reports them.
+    """
+    given = [one for one in overrides if one.startswith(f"{SEARCH_PATH}=")]
+    try:
+        found: Any = OverridesParser.create().parse_overrides(given[-1:])
+    except HydraException:
+        return []
+    values = found[0].value() if found else []
+    return [_folder_of(str(one)) for one in values] if isinstance(values, list) else []
+
+
+def _folder_of(source: str) -> Path:
+    """Return the folder of an entry of Hydra's search path: file://FOLDER, FOLDER or pkg://NAME."""
+    scheme, separator, rest = source.partition("://")
+    if scheme == "pkg" and separator:
+        return Path(str(files(rest.replace("/", "."))))
+    return Path(rest if separator else scheme)
+
+
+def keep_search_path(composed: DictConfig, folders: Sequence[str]) -> None:
+    """Store Hydra's search path in a composed configuration, for its stages and its sweep.
+
+    Hydra removes its own settings from what it composes, and `typed` ignores them.
+    """
+    if folders:
+        with open_dict(composed):
+            composed.hydra = {"searchpath": [*folders]}
+
+
+def search_path_overrides(composed: DictConfig) -> list[str]:
+    """Return the override for the stored search path of a configuration, or an empty list."""
+    found = OmegaConf.select(composed, SEARCH_PATH)
+    return [f"{SEARCH_PATH}=[{','.join(quoted(one) for one in found)}]"] if found else []

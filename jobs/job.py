@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
-from jobs.composing import CONF, register, translate_errors
+from jobs.composing import CONF, keep_search_path, register, search_folders, translate_errors
 from jobs.config import JobConfig, check_key, typed
 from jobs.config_checks import check_job
 from jobs.files import disk_error
@@ -90,6 +90,7 @@ def _command(
     single: list[DictConfig] = []
 
     def task(composed: DictConfig) -> None:
+        keep_search_path(composed, HydraConfig.get().searchpath)
         is_member = HydraConfig.get().mode == RunMode.MULTIRUN
         (sweep.run if is_member else single.append)(composed)
 
@@ -177,7 +178,8 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
         if key == "experiment":
             if not match.group(1):
                 raise UserError(f"an experiment needs a plus: +{argument}")
-            _check_experiment(argument.split("=", 1)[1], job)
+            folders = [CONF, *search_folders(arguments)]
+            _check_experiment(argument.split("=", 1)[1], job, folders)
         elif key == "hydra/launcher" and argument.endswith("=slurm"):
             _check_slurm()
         elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
@@ -198,11 +200,13 @@ def _check_slurm() -> None:
         )
 
 
-def _check_experiment(name: str, job: str) -> None:
+def _check_experiment(name: str, job: str, folders: Sequence[Path]) -> None:
     for one in name.split(","):
-        path = CONF / "experiment" / f"{one}.yaml"
-        if not path.is_file():
-            known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+        paths = [folder / "experiment" / f"{one}.yaml" for folder in folders]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            files = (file for path in paths for file in path.parent.glob("*.yaml"))
+            known = sorted({file.stem for file in files})
             raise UserError(f"experiment '{one}' is unknown, expected one of {', '.join(known)}")
         try:
             belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
@@ -254,7 +258,7 @@ class Sweep:
             for text in HydraConfig.get().overrides.task
             if text.lstrip("+").split("=")[0] in self._varying
         ]
-        plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        plain = composed.copy()
         # Hydra's record of the sweep is not needed: every member has its config.yaml.
         Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
         name_sweep_member(plain, varying)

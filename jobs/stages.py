@@ -29,7 +29,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, collect_planned_seconds, hours, operations
-from jobs.composing import CONF, compose_job, translate_errors
+from jobs.composing import (
+    CONF,
+    compose_job,
+    search_folders,
+    search_path_overrides,
+    translate_errors,
+)
 from jobs.config import JobConfig, leaves, typed
 from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
@@ -136,12 +142,14 @@ def _compose_base(
 
     chosen: group -> override that chooses its file of conf/.
     """
-    texts = list(chosen.values())
+    texts = [*chosen.values(), *search_path_overrides(composed)]
     is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
     schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
     base = compose_job(job, schema, texts)
     OmegaConf.set_struct(base, False)
-    written = {key: OmegaConf.select(base, key) for key in _keys_written_by(chosen)}
+    folders = (CONF, *search_folders(texts))
+    keys = [key for one in chosen.items() for key in _keys_written_by(*one, folders)]
+    written = {key: OmegaConf.select(base, key) for key in keys}
     # A stage of the called job keeps unresolved values (`${...}`) as they are written.
     resolved = has_own_experiment or not is_called_job
     found: Any = OmegaConf.to_container(composed, resolve=resolved)
@@ -175,17 +183,21 @@ def _parse_overrides(name: str, config: JobConfig, composed: DictConfig) -> list
     return given
 
 
-def _keys_written_by(chosen: Mapping[str, str]) -> Iterator[str]:
-    """Yield the dotted keys that files with `@package _global_` set, such as a head's loss.
+def _keys_written_by(group: str, text: str, folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the dotted keys that a file with `@package _global_` sets, such as a head's loss.
 
-    chosen: group -> override that chooses its file.
+    Those of the files of the same group in its defaults are included. text: override that chooses
+    the file. folders: conf/ and the folders that are searched after it.
     """
-    for group, text in chosen.items():
-        file = CONF / group / f"{text.partition('=')[2]}.yaml"
-        if group != "experiment" and file.is_file() and "@package _global_" in file.read_text():
-            written = yaml.safe_load(file.read_text())
-            written.pop("defaults", None)
-            yield from (".".join(path) for path, _ in leaves(written))
+    paths = (folder / group / f"{text.partition('=')[2]}.yaml" for folder in folders)
+    file = next((path for path in paths if path.is_file()), None)
+    if group == "experiment" or file is None or "@package _global_" not in file.read_text():
+        return
+    written = yaml.safe_load(file.read_text())
+    for one in written.pop("defaults", None) or []:
+        if isinstance(one, str) and one != "_self_":
+            yield from _keys_written_by(group, f"={one.rpartition('/')[2]}", folders)
+    yield from (".".join(path) for path, _ in leaves(written))
 
 
 def _parse_override(text: str, folder: str, sweeps: bool) -> StageOverride:

@@ -1,9 +1,13 @@
 """Presets: YAML files that select a kind of head and its values, here and in folders of users."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import heads.train
@@ -12,10 +16,11 @@ from decoding.errors import UserError
 from heads.block.checkpoint import load_head
 from heads.registry import KINDS, find_kind, kind_of
 from heads.train import find_kind_name, schema_for
-from jobs.composing import CONF, compose_job
+from jobs.composing import CONF, compose_job, keep_search_path
 from jobs.config import typed
+from jobs.job import check_arguments
 from jobs.saved_config import upgrade_config
-from jobs.stages import compose_stage
+from jobs.stages import Stage, compose_stage
 from tests.heads.test_heads_train import SMALL, configured
 from training.heads.kind import HeadKind
 
@@ -24,6 +29,11 @@ kind: block
 head: {name: mine, layout: anchor_first, in_block_mask: causal, correction: gru, rank: 8,
   gru_size: 6, num_layers: 1, conv_taps: 2, confidence: true}
 loss: {predict_n_tokens: 3, drafts_per_row: 16}
+"""
+# begins with another preset
+NARROW = """# @package _global_
+defaults: [dspark, _self_]
+head: {name: narrow, rank: 64}
 """
 
 
@@ -57,8 +67,7 @@ def test_a_yaml_file_of_a_user_trains_and_drafts_losslessly(tiny_target: Path, t
 
 
 def test_a_preset_may_begin_with_another_one(tmp_path: Path):
-    text = "# @package _global_\ndefaults: [dspark, _self_]\nhead: {name: narrow, rank: 64}\n"
-    config = composed("head=mine", folder_with(tmp_path, text), "target.path=x")
+    config = composed("head=mine", folder_with(tmp_path, NARROW), "target.path=x")
     assert (config.kind, config.head.name, config.head.rank) == ("block", "narrow", 64)
     assert config.head.correction == "markov" and config.loss.predict_n_tokens == 7
     text = "# @package _global_\ndefaults: [eagle1]\n"
@@ -108,6 +117,64 @@ def test_a_loss_of_the_command_line_or_of_an_experiment_replaces_that_of_a_prese
     loss = typed(member, schema_for(["head=dspark"])).loss
     assert (loss.name, loss.decay, loss.parts["tv"]) == ("forward_kl", 0.7788, 0)
     assert composed("head=dspark", "target.path=x").loss.parts["tv"] == 1.8, "control"
+
+
+def stage_of_presets(names: str, searched: list[str]) -> Stage:
+    """Compose a stage that trains presets, of an experiment with a search path."""
+    given = ["target.path=x", "output_dir=/run", "loss.predict_n_tokens=2", "loop.max_steps=77"]
+    made = compose_job("heads.train", schema_for(given), given)
+    keep_search_path(made, searched)
+    made.stage_overrides = {"heads.train:heads": ["-m", f"head={names}"]}
+    return compose_stage("heads.train:heads", typed(made, schema_for(given)), made)
+
+
+def test_a_stage_trains_presets_of_the_search_path(tmp_path: Path):
+    """Check their values, those of the preset that one begins with, and the experiment's."""
+    folder = tmp_path / "it's, [mine]"
+    folder_with(folder, NEW)
+    folder_with(folder, NARROW, "narrow")
+    members = stage_of_presets("mine,narrow", [f"file://{folder}"]).members
+    found = [(one.kind, one.head.name, one.loss.predict_n_tokens) for one in members]
+    assert found == [("block", "mine", 3), ("block", "narrow", 7)]
+    assert members[1].loss.decay == 0.7788
+    assert {one.loop.max_steps for one in members} == {77}
+    with pytest.raises(UserError, match="stage heads.train:heads: head=mine: there is no"):
+        stage_of_presets("mine", [])
+
+
+def test_an_experiment_of_the_search_path_may_choose_one_of_its_presets(tmp_path: Path):
+    found = folder_with(tmp_path, NEW)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "ours.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /head: mine}]\njob: heads.train\n"
+    )
+    given = ["+experiment=ours", "target.path=x", found]
+    check_arguments(given, "heads.train", schema_for(given))
+    assert composed(*given).head.name == "mine"
+    with pytest.raises(UserError, match="experiment 'ours' is unknown, expected one of .*smoke"):
+        check_arguments(given[:1], "heads.train", schema_for(given[:1]))
+    with pytest.raises(UserError, match="experiment 'none' is unknown, expected one of .*ours"):
+        check_arguments(["+experiment=none", found], "heads.train", schema_for([found]))
+
+
+@pytest.mark.long
+def test_a_command_passes_its_search_path_to_sweeps_and_stages(tiny_target: Path, tmp_path: Path):
+    """Check a sweep over an experiment with a stage: three processes, one after another."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "ours.yaml").write_text(
+        "# @package _global_\njob: heads.train\nstages: ['heads.train:one']\n"
+        "stage_overrides: {'heads.train:one': [head=mine]}\n"
+    )
+    given = ["-m", "+experiment=ours", folder_with(tmp_path, NEW), "seed=5", "dry_run=true"]
+    given += [*SMALL, f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "heads.train", *given]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (saved,) = tmp_path.glob("run/*/one/config.yaml")
+    config = yaml.safe_load(saved.read_text())
+    assert (config["seed"], config["head"]["name"]) == (5, "mine")
+    card = json.loads((saved.parent / "drafter" / "drafter_card.json").read_text())
+    assert card["name"] == "mine"
 
 
 def test_block_presets_differ_in_their_files_alone():
