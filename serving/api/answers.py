@@ -9,10 +9,18 @@ from decoding.models.text.text_stream import TextStream
 
 
 class ChoiceText:
-    """The text of a choice as it grows, without its stop string."""
+    """The text of a choice as it grows, without its stop string.
 
-    def __init__(self, text_of: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._stream, self._stops = TextStream(text_of), stops
+    before: the prompt's token ids if the text continues them, and empty for an answer in a chat.
+    """
+
+    def __init__(
+        self,
+        text_of: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        before: Sequence[int] = (),
+    ) -> None:
+        self._stream, self._stops = TextStream(text_of, before), stops
         self._held = ""  # text that may begin a stop string
         self.ids: list[int] = []  # of all tokens, also of those whose text is held or cut
         self._taken = 0  # of them, by `take_ids`

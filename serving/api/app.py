@@ -146,7 +146,12 @@ class Client:
         self.job = Job(requests, self._deliver, asked.stream)
         self.answer = Answer(api.limits.model, asked.is_chat, asked.prompt_tokens, asked.return_ids)
         self.choices = [
-            ChoiceText(lambda ids: text_of(api.engine, ids), asked.stops) for _ in requests
+            ChoiceText(
+                lambda ids: text_of(api.engine, ids),
+                asked.stops,
+                () if asked.is_chat else request.prompt,
+            )
+            for request in requests
         ]
 
     def _deliver(self, news: Delivery) -> None:

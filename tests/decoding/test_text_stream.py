@@ -49,6 +49,23 @@ def test_a_special_token_keeps_the_next_tokens_blank(embedded_target: Path) -> N
     assert "".join(streamed(tokenizer, ids)) == "one two"
 
 
+def test_a_text_that_continues_another_keeps_its_first_blank(llama_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(llama_tokenizer, of_model=False)
+    ids = tokenizer("It is a long way to Rome, they say", add_special_tokens=False)["input_ids"]
+    lost = 0
+    for at in range(1, len(ids)):
+        before, after = ids[:at], ids[at:]
+        start, whole = tokenizer.decode(before), tokenizer.decode(ids)
+        assert start + continued(tokenizer, before, after) == whole
+        lost += start + continued(tokenizer, [], after) != whole
+    assert lost > 5, "control: SentencePiece drops the blank of a text that continues nothing"
+
+
+def continued(tokenizer, before: list[int], after: list[int]) -> str:
+    stream = TextStream(lambda some: str(tokenizer.decode(list(some))), before)
+    return "".join([*(stream.add([token]) for token in after), stream.end()])
+
+
 def test_invalid_bytes_do_not_delay_later_text(embedded_target: Path) -> None:
     tokenizer = load_tokenizer(embedded_target)
     stray = tokenizer.convert_tokens_to_ids("<0x80>")

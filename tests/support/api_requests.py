@@ -43,7 +43,7 @@ def expected(served: Served, prompt: list[int], asked: dict[str, Any]) -> tuple[
     given = {key: value for key, value in asked.items() if key != "max_tokens"}
     settings = replace(served.settings, max_new_tokens=asked["max_tokens"], **given)
     done = alone(prompt, settings)
-    text = ChoiceText(lambda ids: text_of(served.engine, ids), ())
+    text = ChoiceText(lambda ids: text_of(served.engine, ids), (), prompt)
     return text.add(done.tokens, done.finish), done.tokens
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"  # decoded from bytes that are not a complete character
 LONGEST = 4  # bytes of a UTF-8 character, and so the maximum tokens of one
+CONTEXT = 8  # tokens before the text with which its first piece is decoded
 
 
 class TextStream:
@@ -13,15 +14,18 @@ class TextStream:
     start of a text differently (SentencePiece drops its blank). The cost per token does not grow
     with the text. The text does not depend on how many tokens are added at once: they are decoded
     together as long as all characters are complete, and otherwise one by one.
+
+    before: token ids that the text continues, such as those of a prompt. A blank at the start of
+    the text is kept after them.
     """
 
-    def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, text_of: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._text_of = text_of
-        self._tokens: list[int] = []
+        self._tokens = list(before[-CONTEXT:])
         # text is decoded from token `first`, and returned up to token `shown`
-        self._first = self._shown = 0
+        self._first, self._shown = 0, len(self._tokens)
         # (first, shown) that the first `count` tokens leave if they are added one by one
-        self._single, self._count = (0, 0), 0
+        self._single, self._count = (0, self._shown), self._shown
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens add, without an unfinished character."""
