@@ -1,5 +1,6 @@
 """Figures by depth equal those of whole distributions, one answer at a time, and of decoding."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_the_wrong_states_have_other_figures() -> None:
     assert found[0] != found[1] and found[0].keys() == found[1].keys()
 
 
-@pytest.mark.parametrize("name", ["dspark", "early exit"])
+@pytest.mark.parametrize("name", ["dspark", "dflash2", "early exit"])
 def test_greedy_acceptance_by_depth_is_that_of_decoding(name: str) -> None:
     row, model = ROWS[name], law_6.target()
     head, (samples, _) = law_6.head_of(row, model), answers_of(model, 0.0)
@@ -147,3 +148,8 @@ def test_greedy_acceptance_by_depth_is_that_of_decoding(name: str) -> None:
     wanted = {f"{GREEDY}/{k + 1}": accepted[k] / tested[k] for k in range(K) if tested[k]}
     assert {key: value for key, value in figures.items() if "/" in key} == pytest.approx(wanted)
     assert 0 < figures[f"{GREEDY}/1"] < 1
+    if row.kind.candidates(head) is not None:  # control: without the selector
+        base = copy.deepcopy(head)
+        base.correction = None
+        found = GreedyChain(row.kind, base, states, samples, K, 16, law_6.ROW, CPU)()
+        assert found["score"] != pytest.approx(figures["score"])

@@ -107,6 +107,7 @@ def test_the_loss_has_a_term_of_the_candidates():
     """Compare loss and gradients with those of plain formulas, by autograd."""
     model = law_6.target()
     head = law_6.head_of(ROW, model).requires_grad_(True)
+    head.correction.successor_codebook.data.mul_(300)  # it changes which candidate is first
     states = TargetStates(model, taps=head.config.taps, final=False)
     loss = HeadLossConfig("cross_entropy", predict_n_tokens=4)
     objective = HeadObjective(BLOCK, head, states, loss)
@@ -130,9 +131,14 @@ def test_the_loss_has_a_term_of_the_candidates():
     among = cross_entropy(scores_NC[known_N], same_NC.long().argmax(1)[known_N], reduction="sum")
     (first + among).backward()
     torch.testing.assert_close(total, first + among)
-    torch.testing.assert_close(sums[4:].sum(), first + among)
+    torch.testing.assert_close(sums[4:8].sum(), first + among)
     right = (scores_NC.argmax(1) == same_NC.long().argmax(1)) & known_N
-    assert int(sums[:4].sum()) == int(right.sum())
+    base = logits_NV.argmax(1) == where.labels_N
+    figures = dict(zip(objective.metric_names, sums.tolist(), strict=True))
+    for k in range(4):
+        assert figures[f"block{k}_top1"] == int(right[where.head_N == k].sum())
+        assert figures[f"block{k}_base_top1"] == int(base[where.head_N == k].sum())
+    assert not torch.equal(right, base), "control: the selector changes predictions"
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4)
 

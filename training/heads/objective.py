@@ -92,6 +92,8 @@ class HeadObjective(StaticObjective):
             *(f"{kind.label}{i}_{measured}" for i in heads),
             *(f"{kind.label}{i}_loss" for i in heads),
             *(f"{kind.label}{i}_state_loss" for i in heads if loss.state_weight),
+            # of the logits from which candidates come, not of the drafted tokens
+            *(f"{kind.label}{i}_base_{measured}" for i in heads if kind.candidates(head)),
         )
         self.register_buffer("indices_V", _indices(head, states), persistent=False)
 
@@ -104,8 +106,9 @@ class HeadObjective(StaticObjective):
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (sum over heads of weight x loss in nats, sums by head [2 K]).
 
-        The first K sums count correct tokens or acceptance, the others add up the unweighted loss.
-        With a loss of states there are K more, its unweighted sums.
+        The first K sums count correct tokens or acceptance of what the head drafts, the others add
+        up the unweighted loss. With a loss of states there are K more, its unweighted sums; with
+        candidates there are K more, the first sums of the features from which these come.
         """
         drafted, others = self.on_policy.split(batch) if self.on_policy is not None else ([], [])
         if not drafted:
@@ -177,12 +180,14 @@ class HeadObjective(StaticObjective):
         if where.scale_N is not None:
             weights_N = weights_N * where.scale_N
         total, sums = self._sum(drafted, where, weights_N)
+        base_K = sums.new_zeros(0)
         if first is not None:  # the metrics are those of the drafted tokens
             more, of_first = self._sum(first, where, weights_N)
             if self.kind.candidates(self.head) is None:
                 total = (1 - self._base_share) * total + self._base_share * more
             else:
-                total, sums = total + more, sums + F.pad(of_first[heads:], (heads, 0))
+                base_K, loss_K = of_first.split(heads)
+                total, sums = total + more, sums + F.pad(loss_K, (heads, 0))
         if logits_N is not None and chances_N is not None:
             total = total + F.binary_cross_entropy_with_logits(
                 widen(logits_N), chances_N, weights_N, reduction="sum"
@@ -197,7 +202,7 @@ class HeadObjective(StaticObjective):
                 seen_N = seen_N * where.figure_scale_N
             of_heads_K = sums.new_zeros(heads).index_add(0, where.head_N, seen_N)
             sums = torch.cat((sums, of_heads_K))
-        return total, sums
+        return total, torch.cat((sums, base_K))
 
     def _predictions(
         self, features_NE: Tensor, where: Positions, against: Against
