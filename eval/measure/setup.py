@@ -288,7 +288,7 @@ def _facts_of(
     drafter's entry sets a max_draft_tokens that would have no effect.
     """
     length_cap = length_cap_of(name, use, drafter.capabilities, target, cfg.max_draft_tokens)
-    return DrafterFacts(
+    facts = DrafterFacts(
         name=name,
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
@@ -303,6 +303,10 @@ def _facts_of(
         calibrated_at=_calibrated_at(drafter, stored[0]) if stored else None,
         draft_shape=drafter.capabilities.shape,
     )
+    if facts.draft_shape == "chain":
+        return facts
+    nodes = {gamma: drafter.width(gamma) for gamma in possible_lengths(facts, cfg)}
+    return dataclasses.replace(facts, tree_nodes=nodes)
 
 
 def _draft_vocab_size(drafter: Drafter, folder: Path) -> int:

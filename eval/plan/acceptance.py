@@ -2,11 +2,11 @@
 
 The log-odds of the acceptance rate at depth k are linear in what is known before a training: the
 drafter's kind, for a model the logarithms of its layers and width, for a draft vocabulary that of
-its size, the logarithms of the tokens trained on and of k, the temperature, and the prompts: what
-one set of prompts adds is the same for all drafters. The weights come from a ridge regression
-(Hoerl and Kennard 1970). Its penalty has the smallest error if every form of drafter is left out in
-turn and predicted from the others, and this error is taken as that of a new drafter. A kind of head
-that no drafter has is predicted near the mean of the other heads.
+its size, for a tree that of its nodes, the logarithms of the tokens trained on and of k, the
+temperature, and the prompts: what one set of prompts adds is the same for all drafters. The weights
+come from a ridge regression (Hoerl and Kennard 1970). Its penalty has the smallest error if every
+form of drafter is left out in turn and predicted from the others, and this error is taken as that
+of a new drafter. A kind of head that no drafter has is predicted near the mean of the other heads.
 
 Shapes: N measured depths of all curves, F features, G groups that are left out together.
 """
@@ -48,6 +48,7 @@ class Prospect:
     temperature: float
     draft_vocab_size: int = 0  # 0: all tokens
     benchmark: str = ""  # the prompts
+    tree_nodes: int = 0  # 0: a chain, or an unknown number
 
     @classmethod
     def of(cls, curve: Curve) -> Prospect:
@@ -72,13 +73,18 @@ def choose_curves(curves: Sequence[Curve]) -> list[Curve]:
     rule that ends drafts early raises the rates at larger depths.
     """
     evaluated = {(one.drafter_hash, one.temperature) for one in curves if one.source == EVALUATION}
-    fixed = {one.key for one in curves if one.stopping == FIXED}
+    fixed = {_without_size(one) for one in curves if one.stopping == FIXED}
     return [
         one
         for one in curves
-        if (one.stopping == FIXED or replace(one, stopping=FIXED).key not in fixed)
+        if (one.stopping == FIXED or _without_size(one) not in fixed)
         and (one.source == EVALUATION or (one.drafter_hash, one.temperature) not in evaluated)
     ]
+
+
+def _without_size(one: Curve) -> tuple[Any, ...]:
+    """Return the key of a curve of drafts of one size, whatever this size is."""
+    return replace(one, stopping=FIXED, tree_nodes=0).key
 
 
 def usual_prompts(curves: Sequence[Curve]) -> str:
@@ -100,6 +106,7 @@ class Usual:
     layers: float  # of the models
     hidden_size: float  # of the models
     draft_vocab_size: float = 1.0  # of the drafters that do not propose all tokens
+    tree_nodes: float = 1.0  # of the trees
 
     @classmethod
     def of(cls, curves: Sequence[Curve]) -> Usual:
@@ -111,6 +118,7 @@ class Usual:
             median([one.layers for one in models] or [1]),
             median([one.hidden_size for one in models] or [1]),
             median([one.draft_vocab_size for one in curves if one.draft_vocab_size] or [1]),
+            median([one.tree_nodes for one in curves if one.tree_nodes] or [1]),
         )
 
 
@@ -123,8 +131,10 @@ class AcceptanceModel:
     weights: Vector  # F
     constant: float
     usual: Usual  # its tokens are those of trainings of an unknown number
-    # smallest and largest number of tokens of a training: acceptance is not extrapolated beyond
+    # Smallest and largest number of tokens of a training, and of nodes of a tree (0: no tree of a
+    # known number): acceptance is not extrapolated beyond.
     tokens_range: tuple[int, int]
+    nodes_range: tuple[int, int]
     error: float  # standard error of the log-odds of a drafter that was left out
     # form of drafter -> mean difference of its log-odds from their prediction without it; empty
     # if fewer than FEWEST_FORMS are known
@@ -157,17 +167,21 @@ class AcceptanceModel:
             penalty, left_out = min(tried, key=lambda one: _root_mean_square(one[1].values()))
             error = _root_mean_square(left_out.values())
         means, weights, constant = _ridge(X, targets, importance, penalty)
-        tokens_range = min(tokens), max(tokens)
-        return cls(names, means, weights, constant, usual, tokens_range, error, left_out)
+        nodes = [one.tree_nodes for one in curves if one.tree_nodes] or [0]
+        ranges = (min(tokens), max(tokens)), (min(nodes), max(nodes))
+        return cls(names, means, weights, constant, usual, *ranges, error, left_out)
 
     def predict(self, one: Prospect, depths: int, errors: float = 0.0) -> list[float]:
         """Return the acceptance rates at depths 1 to `depths`.
 
         errors: standard errors that are added to the log-odds.
         """
-        least, most = self.tokens_range
         tokens = one.training_tokens or round(self.usual.training_tokens)
-        one = replace(one, training_tokens=min(max(tokens, least), most))
+        one = replace(
+            one,
+            training_tokens=_within(tokens, self.tokens_range),
+            tree_nodes=one.tree_nodes and _within(one.tree_nodes, self.nodes_range),
+        )
         found = []
         for k in range(1, depths + 1):
             known = features(one, k, self.usual)
@@ -188,6 +202,8 @@ def features(one: Prospect, depth: int, usual: Usual) -> dict[str, float]:
     }
     if one.draft_shape == TREE:
         found["tree"] = 1.0
+        if one.tree_nodes:
+            found["nodes"] = math.log2(one.tree_nodes / usual.tree_nodes)
     if one.draft_vocab_size:
         found["some tokens"] = 1.0
         found["drafted tokens"] = math.log2(one.draft_vocab_size / usual.draft_vocab_size)
@@ -195,6 +211,10 @@ def features(one: Prospect, depth: int, usual: Usual) -> dict[str, float]:
         found |= {"model": 1.0, "layers": math.log2(one.layers / usual.layers)}
         found["width"] = math.log2(one.hidden_size / usual.hidden_size)
     return found
+
+
+def _within(value: int, bounds: tuple[int, int]) -> int:
+    return min(max(value, bounds[0]), bounds[1])
 
 
 def _ridge(X: Vector, y: Vector, w: Vector, penalty: float) -> tuple[Vector, Vector, float]:

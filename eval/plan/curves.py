@@ -65,17 +65,19 @@ class Curve:
     tested_by_depth: list[int]  # number of tests at each depth; empty: unknown
     benchmark: str  # the prompts
     source: str  # eval.run | training (held-out prompts)
+    # nodes of a tree in a round, their mean if the number varies; 0: a chain, or an unknown number
+    tree_nodes: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What identifies a measurement: a later line with the same key replaces an earlier one."""
         models = self.target_hash, self.drafter_hash
-        drafts = self.drafter_class, self.draft_shape, self.stopping
+        drafts = self.drafter_class, self.draft_shape, self.stopping, self.tree_nodes
         return *models, *drafts, self.temperature, self.benchmark, self.source
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Kind and size, which drafters of other seeds or training share."""
+        """Kind and size, shared by drafters of other seeds or training and by trees of any size."""
         return self.kind, self.draft_shape, self.layers, self.hidden_size
 
 
@@ -85,7 +87,7 @@ def curve_of(values: Any) -> Curve:
         raise ValueError(f"found {json_kind(values)}, expected an object")
     fields = {one.name: str(one.type) for one in dataclasses.fields(Curve)}
     for what, keys in (
-        ("lacks", fields.keys() - values.keys()),
+        ("lacks", fields.keys() - {"tree_nodes"} - values.keys()),  # absent in older files
         ("has the unknown fields", values.keys() - fields.keys()),
     ):
         if keys:
@@ -100,6 +102,10 @@ def curve_of(values: Any) -> Curve:
             raise ValueError(
                 f"{name} is {values[name]}, expected {expected}, as kind is {values['kind']}"
             )
+    if values["draft_shape"] == CHAIN and values.get("tree_nodes"):
+        raise ValueError(
+            f"tree_nodes is {values['tree_nodes']}, expected 0, as draft_shape is {CHAIN}"
+        )
     alphas, tested = values["alpha_by_depth"], values["tested_by_depth"]
     if tested and len(tested) != len(alphas):
         raise ValueError(
@@ -171,11 +177,15 @@ def read_curves(path: Path) -> list[Curve]:
 
 
 def merge(*files: Iterable[Curve]) -> list[Curve]:
-    """Return all curves, of which a later one replaces an earlier one with the same key."""
+    """Return all curves, of which a later one replaces an earlier one with the same key.
+
+    A tree of an unknown number of nodes is replaced by any whose number is known.
+    """
     found: dict[tuple[Any, ...], Curve] = {}
     for curve in (curve for file in files for curve in file):
         found[curve.key] = curve
-    return list(found.values())
+    known = {dataclasses.replace(one, tree_nodes=0).key for one in found.values() if one.tree_nodes}
+    return [one for one in found.values() if one.tree_nodes or one.key not in known]
 
 
 def write_curves(path: Path, curves: Iterable[Curve]) -> None:
@@ -229,18 +239,21 @@ def collect(patterns: Sequence[str]) -> tuple[list[Curve], list[str]]:
 def _of_evaluation(folder: Path) -> Iterator[Curve]:
     """Yield the curves of an evaluation, each over all batch sizes and draft lengths.
 
+    Trees of a fixed size have a curve for each number of nodes.
     Only drafts of the folder's own drafter count: a lookup before it, or another way to draft with
     the same weights, has another acceptance.
     """
     rows, _ = read_all_rows(folder / RESULTS)
-    groups: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    origins: dict[str, Origin] = read_origins(folder) or {}
+    groups: dict[tuple[str, float, int], list[Row]] = defaultdict(list)
     for row in main_rows(rows):
         if row.schedule == "serial" and row.lossless != LOSSY and row.verify in TESTED_BY_RATIO:
-            groups[row.drafter, row.temperature].append(row)
-    origins: dict[str, Origin] = read_origins(folder) or {}
+            origin = origins.get(row.drafter)
+            varies = row.stopping != FIXED or (origin is not None and origin.by_cost)
+            groups[row.drafter, row.temperature, 0 if varies else row.tree_nodes].append(row)
     # the first input of an evaluation is its target
     (target, target_hash), *_ = read_manifest(folder / MANIFEST)["inputs"].items()
-    for (name, temperature), same in groups.items():
+    for (name, temperature, nodes), same in groups.items():
         origin = origins.get(name)
         tested = metrics.add_by_depth([row.tested_by_depth for row in same])
         accepted = metrics.add_by_depth([row.accepted_by_depth for row in same])
@@ -263,12 +276,20 @@ def _of_evaluation(folder: Path) -> Iterator[Curve]:
                 draft_shape=same[0].draft_shape,
                 drafter_class=origin.drafter_class,
                 stopping=BY_COST if origin.by_cost else same[0].stopping,
+                tree_nodes=nodes or _mean_nodes(same),
                 temperature=temperature,
                 alpha_by_depth=rates,
                 tested_by_depth=tested,
                 benchmark=same[0].benchmark,
                 source=EVALUATION,
             )
+
+
+def _mean_nodes(rows: Sequence[Row]) -> int:
+    """Return the mean nodes of trees whose size varies; 0 for chains, or if it is not recorded."""
+    if not all(row.tree_nodes for row in rows):
+        return 0
+    return round(sum(row.drafted * row.rounds for row in rows) / sum(row.rounds for row in rows))
 
 
 def own_classes(kind: str) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def build_row(
         draft_vocab_size=facts.draft_vocab_size,
         calibrated_at=facts.calibrated_at,
         draft_shape=facts.draft_shape,
+        tree_nodes=facts.tree_nodes.get(first.num_draft_tokens, 0),
         **{name: vars(first)[name] for name in OF_RECORDS},
         **{name: vars(facts)[name] for name in ("length_rule", "schedule", "stopping")},
         lossless=equality.word,

@@ -38,6 +38,8 @@ class DrafterFacts:
     # or the temperature is not known
     calibrated_at: float | None = None
     draft_shape: str = "chain"  # or "tree"
+    # draft length -> maximum number of nodes of a tree; empty: it drafts chains
+    tree_nodes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class Row:
     # processes that shared the prompts, and how many of them ran on one processor or GPU
     shards: int = 1
     shards_per_device: int = 1
+    tree_nodes: int = 0  # maximum number of nodes of its tree; 0: a chain, or not recorded
 
     @property
     def condition(self) -> Condition:
