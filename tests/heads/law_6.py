@@ -8,8 +8,10 @@ that training computes at the same positions of the same text.
 Shapes: C channels, K drafted tokens, N predictions, P positions, V the target's vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,12 @@ PROMPTS = [[3, 5, 8], [1, 60], [40, 2, 9, 11, 30], [7, 7, 20, 4]]
 
 
 def target() -> Any:
-    """Build a small frozen target in float32 whose next token depends on several earlier ones."""
+    """Return a small frozen target in float32 whose next token depends on several earlier ones."""
+    return copy.deepcopy(_target())
+
+
+@cache
+def _target() -> Any:
     torch.manual_seed(1)
     shape = StudentConfig(
         hidden_size=HIDDEN,
@@ -73,9 +80,38 @@ def other_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(layer + (1 if 0 in layers else -1) for layer in layers)
 
 
+@cache
+def answers(tokens: int) -> list[Sample]:
+    """Return PROMPTS with the target's greedy answers of so many tokens, which are supervised."""
+    settings = Settings(tokens, num_draft_tokens=GAMMA)
+    samples = []
+    for prompt, done in zip(PROMPTS, decode(native(_target()), None, PROMPTS, settings)):
+        ids = np.asarray([*prompt, *done.tokens], dtype=np.int32)
+        samples.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
+    return samples
+
+
+def native(model: Any) -> NativeTarget:
+    """Return the target for decoding."""
+    return NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
+    )
+
+
+class StatesOfOneBatch(TargetStates):
+    """Hidden states that are computed once for a batch that comes again and again."""
+
+    _of: tuple[PackedBatch, Tensor] | None = None
+
+    def _forward(self, batch: PackedBatch) -> Tensor:
+        if self._of is None or self._of[0] is not batch:
+            self._of = batch, super()._forward(batch)
+        return self._of[1]
+
+
 def states_of(row: HeadRow, model: Any) -> TargetStates:
     """Return the target's hidden states that the head's training reads."""
-    return TargetStates(model, taps=row.kind.taps(row.shape(model.config)), final=False)
+    return StatesOfOneBatch(model, taps=row.kind.taps(row.shape(model.config)), final=False)
 
 
 @dataclass(frozen=True)
@@ -89,9 +125,6 @@ class Drafted:
 
 def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
     """Decode PROMPTS by sampling and return the proposals of all rounds and rows."""
-    native = NativeTarget.from_state(
-        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
-    )
     found: list[Drafted] = []
     propose = drafter.propose
 
@@ -109,8 +142,15 @@ def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
 
     drafter.propose = watched  # type: ignore[method-assign]
     settings = Settings(TOKENS, temperature=1.0, num_draft_tokens=GAMMA, verify="token", seed=3)
-    decode(native, drafter, PROMPTS, settings)
+    decode(native(model), drafter, PROMPTS, settings)
     return found
+
+
+@cache
+def drafts_of(row: HeadRow) -> list[Drafted]:
+    """Return the proposals of a row's random head, the same ones for the law and its controls."""
+    model = target()
+    return drafts(row.drafter(head_of(row, model)), model)
 
 
 class Wrapped:
@@ -195,7 +235,7 @@ def check_training_equals_drafting(
     """
     model = target()
     head = head_of(row, model)
-    rounds = drafts(row.drafter(head), model)
+    rounds = drafts_of(row)
     assert len(rounds) > 2 * len(PROMPTS), "the law needs rounds after the first"
     samples = [
         Sample(
@@ -232,26 +272,31 @@ def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = Non
     head, states = head_of(row, model), states_of(row, model)
     random = np.random.default_rng(0)
     text = Sample(random.integers(0, VOCABULARY, 20).astype(np.int32), np.arange(20) > 0)
-    plain = predict(kind, head, states, collate([text], [[0]], ROW))
-    seen = {"token": 0, "state": 0}
-    for place in range(2, 18):
+    # a row of the batch for each place that is changed
+    first, rows = 2, [[index] for index in range(16)]
+    changed = []
+    for place in range(first, first + len(rows)):
         ids = text.ids.copy()
         ids[place] = (ids[place] + 7) % VOCABULARY
-        other = predict(kind, head, states, collate([replace(text, ids=ids)], [[0]], ROW))
-        states_PC = plain.states_PC.clone()
-        states_PC[plain.where.kept_P == place] += 1.0
-        moved = predict(kind, head, states, collate([text], [[0]], ROW), states_PC)
-        for number, (begin, depth) in enumerate(plain.places):
-            q_V = plain.q_NV[number]
-            if place > begin + 1 + depth:
-                torch.testing.assert_close(other.q_NV[number], q_V, **CLOSE)
-            else:
-                seen["token"] += not torch.allclose(other.q_NV[number], q_V, **CLOSE)
-            known = begin + 1 + depth if kind.computes_states else begin
-            if place > known:
-                torch.testing.assert_close(moved.q_NV[number], q_V, **CLOSE)
-            else:
-                seen["state"] += not torch.allclose(moved.q_NV[number], q_V, **CLOSE)
+        changed.append(replace(text, ids=ids))
+    batch = collate([text] * len(rows), rows, ROW)
+    plain = predict(kind, head, states, batch)
+    other = predict(kind, head, states, collate(changed, rows, ROW))
+    states_PC = plain.states_PC.clone()
+    row_P, place_P = plain.where.kept_P // ROW, plain.where.kept_P % ROW
+    states_PC[place_P == first + row_P] += 1.0
+    moved = predict(kind, head, states, batch, states_PC)
+    begin_N, depth_N = torch.tensor(plain.places).T
+    changed_N, known_N = first + begin_N // ROW, begin_N % ROW + 1 + depth_N
+    seen = {}
+    for name, found, last_N in (
+        ("token", other, known_N),
+        ("state", moved, known_N if kind.computes_states else begin_N % ROW),
+    ):
+        assert found.places == plain.places
+        later_N = changed_N > last_N
+        torch.testing.assert_close(found.q_NV[later_N], plain.q_NV[later_N], **CLOSE)
+        seen[name] = not torch.allclose(found.q_NV[~later_N], plain.q_NV[~later_N], **CLOSE)
     assert all(seen.values()), f"predictions must depend on something: {seen}"
 
 
@@ -262,7 +307,7 @@ def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.
     """
     model = target()
     head, shape = head_of(row, model), row.shape(model.config)
-    before = drafts(row.drafter(head), model)
+    before = drafts_of(row)
     for parameter in head.parameters():
         parameter.mul_(scale)
     save_head(row.kind.layout, shape, head, folder)
@@ -281,20 +326,14 @@ def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
     """
     model = target()
     head, states = head_of(row, model), states_of(row, model)
-    native = NativeTarget.from_state(
-        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
-    )
-    settings = Settings(TOKENS, num_draft_tokens=GAMMA)
-    answers = []
-    for prompt, done in zip(PROMPTS, decode(native, None, PROMPTS, settings), strict=True):
-        ids = np.asarray([*prompt, *done.tokens], dtype=np.int32)
-        answers.append(Sample(ids, np.arange(len(ids)) >= len(prompt) + late))
-    losses = learn(row, head, states, answers)
+    samples = [replace(one, mask=np.roll(one.mask, late) & one.mask) for one in answers(TOKENS)]
+    losses = learn(row, head, states, samples)
     assert losses[-1] < losses[0]
-    done = decode(native, row.drafter(head), PROMPTS, settings)
+    settings = Settings(TOKENS, num_draft_tokens=GAMMA)
+    done = decode(native(model), row.drafter(head), PROMPTS, settings)
     assert sum(one.accepted for one in done), "the head must be right sometimes"
     chain = GreedyChain(
-        row.kind, head, states, answers, GAMMA, TOKENS - late, ROW, torch.device("cpu")
+        row.kind, head, states, samples, GAMMA, TOKENS - late, ROW, torch.device("cpu")
     )
     assert chain.counts() == [
         (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.loop import decode
-from decoding.models.native.model import NativeTarget
-from decoding.rounds.settings import Settings
 from scripts import check_head
 from scripts.usage import run_script
 from tests.heads import law_6
@@ -37,28 +34,21 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def texts(model: Any) -> list[Sample]:
+def texts() -> list[Sample]:
     """Return the target's answers to the prompts of law 6."""
-    native = NativeTarget.from_state(
-        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
-    )
-    samples = []
-    done = decode(native, None, law_6.PROMPTS, Settings(2 * law_6.TOKENS))
-    for prompt, answer in zip(law_6.PROMPTS, done, strict=True):
-        ids = np.asarray([*prompt, *answer.tokens], dtype=np.int32)
-        samples.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
-    return samples
+    return law_6.answers(2 * law_6.TOKENS)
 
 
 def trained(row: HeadRow) -> tuple[Any, Any, Layers, list[Sample]]:
     """Return a target, a head that has learned its texts, the head's layers, and the texts."""
     model = law_6.target()
-    head, samples, shape = law_6.head_of(row, model), texts(model), row.shape(model.config)
+    head, samples, shape = law_6.head_of(row, model), texts(), row.shape(model.config)
     if head.token_ids_V is not None:
         head.token_ids_V = choose_tokens(samples, law_6.VOCABULARY, len(head.token_ids_V), False)
+    states = law_6.states_of(row, model)
     for _ in range(3):
         depths = min(row.kind.longest_draft(shape) or law_6.GAMMA, law_6.GAMMA)
-        law_6.learn(row, head, law_6.states_of(row, model), samples, depths)
+        law_6.learn(row, head, states, samples, depths)
     return model, head, row.kind.taps(shape), samples
 
 
@@ -116,7 +106,7 @@ def test_layers_and_slots_one_off_are_named_and_the_right_ones_accepted(row: Hea
 def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
     model = law_6.target()
     head, taps = law_6.head_of(row, model), row.kind.taps(row.shape(model.config))
-    found: Probe = probe(row.kind, head, taps, model, texts(model), CPU)
+    found: Probe = probe(row.kind, head, taps, model, texts(), CPU)
     with pytest.raises(UserError, match="no reading of its taps and slots explains"):
         check_reading(found, "HEAD")
 
