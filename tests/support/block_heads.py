@@ -16,6 +16,7 @@ from heads.layers import rope_at
 
 LAW_3_SIZES = {"vocab_size": 5, "hidden_size": 16, "target_layers": 2}  # of law_3.five_words
 SHARP = 5000.0  # product of the norms of queries and keys
+MOST_CANDIDATES = 64  # of a selector that knows a draft model's logits
 
 
 def random_block(sizes: dict[str, int], scale: float = 1.0, **fields: Any) -> BlockHead:
@@ -89,10 +90,15 @@ def selecting_block(target: Target, draft_model: Target) -> BlockHead:
     """Return a block drafter whose selector holds the draft model's logits after each token.
 
     On a bigram target they are the whole of its logits: every drafting slot has the mask token's
-    state, whose logits are nearly zero, so all tokens are candidates.
+    state, whose logits are nearly zero, so all tokens are candidates. For a large vocabulary, of
+    which each candidate would gather a row, the drafter is random and has few candidates.
     """
     V = target.vocab_size
-    fields = {"correction": "selector", "rank": V, "candidates": V, "conv_taps": 2, "conv_group": 1}
+    fields = {"correction": "selector", "conv_taps": 2, "conv_group": 1}
+    if V > MOST_CANDIDATES:
+        few = {"rank": 6, "candidates": 8, **fields}
+        return random_block(sizes_of(target), num_layers=1, **few).to(target.device)
+    fields |= {"rank": V, "candidates": V}
     head = random_block(sizes_of(target), num_layers=1, **fields)
     logits_VV, _ = after_each(draft_model, torch.arange(V, device=draft_model.device))
     if target.name == "last word":
