@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from decoding.errors import UserError
 from decoding.interfaces import Proposal
 from decoding.loop import decode
-from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from jobs.interrupts import Interrupted
 from recurrent_drafting.predictions import PREDICTIONS
@@ -30,7 +29,7 @@ from tests.support.head_runs import configured, records
 from tests.support.host_waits import Waits
 from tests.support.interrupted_data import stop_after_step
 from training.bounds import START, Bounds, Place
-from training.data.packing import PackedBatch, Sample, collate
+from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads import train as job
 from training.heads.checks import on_policy_rules
@@ -129,9 +128,6 @@ def test_loss_and_gradient_equal_a_plain_loops(form: str, loss: dict[str, Any]) 
 # ----------------------------------------------------------------------- training equals drafting
 def greedy_chains(row: HeadRow, model: Any, head: Any) -> list[tuple[list[int], list[int]]]:
     """Decode greedily; return the text before each draft, with its tip, and the drafted tokens."""
-    native = NativeTarget.from_state(
-        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
-    )
     drafter, found = row.kind.chain_drafter(head), []
     propose = drafter.propose
 
@@ -144,7 +140,7 @@ def greedy_chains(row: HeadRow, model: Any, head: Any) -> list[tuple[list[int], 
         return proposal
 
     drafter.propose = watched  # type: ignore[method-assign]
-    decode(native, drafter, law_6.PROMPTS, Settings(20, num_draft_tokens=law_6.GAMMA))
+    decode(law_6.native(model), drafter, law_6.PROMPTS, Settings(20, num_draft_tokens=law_6.GAMMA))
     return found
 
 
@@ -158,19 +154,24 @@ def test_a_head_drafts_in_training_as_it_does_in_decoding(row: HeadRow) -> None:
     head, states = law_6.head_of(row, model), law_6.states_of(row, model)
     rounds = [one for one in greedy_chains(row, model, head) if len(one[1]) == law_6.GAMMA]
     assert len(rounds) > 2 * len(law_6.PROMPTS)
+    # the texts go on otherwise
+    texts = [np.asarray([*text, *[0] * law_6.GAMMA], dtype=np.int32) for text, _ in rounds]
+    samples = [Sample(ids, np.arange(len(ids)) > 0) for ids in texts]
     own = OnPolicyRows(OnPolicyOptions(**GREEDY), 1, seed=0)
-    same = early = 0
-    for text, tokens in rounds:
-        ids = np.asarray([*text, *[0] * law_6.GAMMA], dtype=np.int32)  # the text goes on otherwise
-        batch = collate([Sample(ids, np.arange(len(ids)) > 0)], [[0]], law_6.ROW)
-        drafted = own.draft(row.kind, head, states, batch, law_6.GAMMA + 1)
-        where = drafted.where
+    early, length = 0, 4 * law_6.ROW
+    for packed in best_fit([len(ids) for ids in texts], length):
+        batch = collate(samples, [packed], length)
+        where = own.draft(row.kind, head, states, batch, law_6.GAMMA + 1).where
         places_M = where.kept_P[where.drafts_M]
         by_place = dict(zip(places_M.tolist(), where.tokens_MK.tolist(), strict=True))
-        assert by_place[len(text) - 2] == [text[-1], *tokens]
-        early += by_place.get(len(text) - 3, [0])[1:] == tokens
-        same += 1
-    assert early < same, "control"
+        start = 0
+        for index in packed:
+            text, tokens = rounds[index]
+            tip = start + len(text) - 1
+            assert by_place[tip - 1] == [text[-1], *tokens]
+            early += by_place.get(tip - 2, [0])[1:] == tokens
+            start += len(texts[index])
+    assert early < len(rounds), "control"
 
 
 def test_drafts_are_sampled_from_the_heads_distribution() -> None:
