@@ -74,7 +74,7 @@ def test_a_vocabulary_no_larger_than_the_draft_vocabulary_is_drafted_in_full(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = "so the head drafts from all of them"
-    for size, drafts_all in ((V - 1, False), (V, True), (8192, True)):
+    for size, drafts_all in ((V - 1, False), (V, True)):
         run = tmp_path / str(size)
         dry_run(run, f"head={name}", "loss=forward_kl", f"head.draft_vocab_size={size}")
         card = json.loads((run / "drafter" / "drafter_card.json").read_text())
