@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def collected_tests(request: pytest.FixtureRequest) -> list[str]:
         Path(request.config.invocation_params.dir, one).resolve() for one in request.config.args
     }
     return request.session.stash[_COLLECTED] if {ROOT, ROOT / "tests"} & given else collect_all()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _brief_measurements() -> Iterator[None]:
+    from tests.support.brief_measurements import measure_briefly
+
+    with pytest.MonkeyPatch.context() as patch:
+        measure_briefly(patch.setattr)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ def test_costs_are_measured_for_a_few_seconds(
     monkeypatch.setattr("decoding.costs.measure.time_parts", parts)
     monkeypatch.setattr(UndisturbedClock, "share", lambda self: 0.2)
     monkeypatch.setattr("decoding.engine.COST_SECONDS", bound)
+    monkeypatch.setattr("decoding.engine.COST_WINDOWS", COST_WINDOWS)
     engine = new_engine()
     generate(engine, [4, 5, 6], max_new_tokens=2)
     measured = parts.windows

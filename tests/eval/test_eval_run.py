@@ -253,7 +253,6 @@ def test_the_fastest_of_repeated_generations_counts(home, monkeypatch):
         calls.append((arm, requests))
         return rows
 
-    monkeypatch.setattr("eval.measure.repetition.ATTEMPTS", 1)
     monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", slow_at_first)
     folder = run(
@@ -277,7 +276,6 @@ def test_a_repeat_that_differs_is_not_hidden_by_a_faster_one(home, monkeypatch):
             rows[0].decode_seconds += 5.0
         return rows
 
-    monkeypatch.setattr("eval.measure.repetition.ATTEMPTS", 1)
     monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", wrong_once)
     with pytest.raises(UserError, match="the output with shallow differs from the target's"):

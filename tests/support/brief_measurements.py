@@ -11,6 +11,8 @@ VALUES: dict[str, Any] = {
     "eval.measure.parts.ATTEMPTS": 1,
     "eval.measure.parts.COST_WINDOWS": 1,
     "eval.measure.repetition.ATTEMPTS": 1,
+    "eval.plan.costs.MOST_WINDOWS": 1,
+    "training.held_out.costs.MOST_WINDOWS": 1,
     "eval.engines.measure.PAUSE_SECONDS": 0.0,
 }
 

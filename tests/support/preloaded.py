@@ -9,6 +9,9 @@ import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import recurrent_drafting.train  # noqa: F401
+from tests.support.brief_measurements import measure_briefly
+
+measure_briefly()
 
 with contextlib.suppress(ImportError):  # an extra; accelerate imports it when a model is saved
     import deepspeed  # noqa: F401

@@ -9,7 +9,6 @@ import pytest
 
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
-from eval.measure import parts
 from eval.plan.curves import collect, merge, read_curves, write_curves
 from eval.plan.rows import MEASURED
 from eval.report.plots import Plot
@@ -77,7 +76,6 @@ def write_shallow(home: Path, folder: Path) -> dict[str, Any]:
 def test_an_evaluation_gives_the_acceptance_that_it_measured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
     monkeypatch.setattr(Plot, "png", b"")
     card = write_shallow(home, tmp_path)
     shallow, asked = tmp_path / "shallow", ONE_PART
@@ -106,7 +104,6 @@ def test_only_the_own_drafter_of_a_folder_gives_its_acceptance(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Evaluate the two entries of the quickstart, and other ways to draft with these weights."""
-    monkeypatch.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
     monkeypatch.setattr(Plot, "png", b"")
     card = write_shallow(home, tmp_path)
     shallow = str(tmp_path / "shallow")
