@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from decoding import generate, load
+from decoding.engine import Engine, Reply
 from training.data.chat import render_prompt
 
 # Names of faults, by the number of the request that they change.
@@ -34,6 +36,17 @@ class Served:
         return [json.dumps(body.get("prompt", body.get("messages"))) for body in self.asked]
 
 
+@cache
+def _engine(folder: Path) -> Engine:
+    return load(folder, dtype="float64")
+
+
+@cache
+def _reply(folder: Path, ids: tuple[int, ...], stops: tuple[int, ...], settings: str) -> Reply:
+    """Return the reply to a prompt; a module's tests ask the same. settings: an object in JSON."""
+    return generate(_engine(folder), [*ids], stop_token_ids=stops, **json.loads(settings))
+
+
 @contextmanager
 def serve(
     folder: Path,
@@ -51,7 +64,7 @@ def serve(
     answers hold them. context: max_model_len of the listed models. bos: whether the server adds a
     token to every prompt, as some do.
     """
-    engine, lock = load(folder, dtype="float64"), threading.Lock()
+    engine, lock = _engine(folder), threading.Lock()
     served = Served("")
     busy = 0
 
@@ -85,18 +98,17 @@ def serve(
             chat = self.path.endswith("/chat/completions")
             ids = render_prompt(engine.tokenizer, body["messages"]) if chat else body["prompt"]
             ids = [1, *ids] if bos else ids
+            settings = {
+                "max_new_tokens": 2 if fault == "cut" else body["max_tokens"],
+                "temperature": body["temperature"],
+                "top_p": body["top_p"],
+                "top_k": max(body.get("top_k", 0), 0),
+                "min_p": body.get("min_p", 0.0),
+                "seed": body["seed"],
+            }
+            stops = tuple(body.get("stop_token_ids", engine.stop_token_ids))
             with lock:
-                reply = generate(
-                    engine,
-                    ids,
-                    max_new_tokens=2 if fault == "cut" else body["max_tokens"],
-                    temperature=body["temperature"],
-                    top_p=body["top_p"],
-                    top_k=max(body.get("top_k", 0), 0),
-                    min_p=body.get("min_p", 0.0),
-                    seed=body["seed"],
-                    stop_token_ids=body.get("stop_token_ids", engine.stop_token_ids),
-                )
+                reply = _reply(folder, tuple(ids), stops, json.dumps(settings))
             text = "" if fault == "empty" else reply.text
             tokens = {"empty": [], "ids": [-1]}.get(fault, reply.tokens)
             choice: dict[str, Any] = {"index": 0, "finish_reason": reply.stats.finish}
