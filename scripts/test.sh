@@ -29,7 +29,10 @@ export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"
 say "ruff"  # two commands, as a failure before `&&` would not end the script
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
+say "mypy";   "$VENV/bin/mypy" & types=$!  # takes minutes, on one core
+trap 'kill "$types" 2>/dev/null || true' EXIT
 say "imports"; "$VENV/bin/lint-imports" --no-logo --no-cache
 say "docs";   NO_MKDOCS_2_WARNING=1 "$VENV/bin/mkdocs" build --strict --quiet --site-dir build/site
-say "mypy";   "$VENV/bin/mypy"
+wait "$types"
+trap - EXIT
 say "pytest"; OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$VENV/bin/python" -m pytest -n "${PYTEST_WORKERS:-2}" -m "$markers" "$@"
