@@ -14,7 +14,6 @@ from heads.sdsat.drafter import SdsatDrafter
 from heads.sdsat.model import LowRank, SdsatConfig, SdsatHead
 from heads.sdsat.predictions import SdsatPredictions
 from jobs.paths import name_anywhere
-from jobs.ranks import SHARDED_WEIGHTS
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
@@ -58,10 +57,6 @@ class SdsatKind(SdsatPredictions, HeadKind):
             "head.path": (
                 not path or drafted <= shape.num_drafts,
                 f"{drafted - 1} slots for loss.predict_n_tokens={drafted}, found {shape.num_slots}",
-            ),
-            "parallel.kind": (
-                config.parallel.kind not in SHARDED_WEIGHTS,
-                "single, ddp, zero1 or zero2, as drafts run through the target's whole layers",
             ),
         }
 

@@ -3,14 +3,14 @@
 Training runs the forward with which the target drafts, for many drafts of a row at once: the tip
 and its slots attend to the text before the tip, to themselves and to earlier rows of their draft.
 The text's keys and values follow from its hidden states, which are read once. Gradients reach the
-slots through the target's frozen layers.
+slots through the target's frozen layers, each of which runs once, as ranks may share its weights.
 
 Shapes: R rows, T tokens of a row, A drafts of a row, S rows of a draft, N = A S, M drafts, P
 positions, K drafted tokens, C hidden size, Q query heads, H key/value heads, D head size.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from training.heads.predicting import (
     choose_likeliest,
     spread,
 )
+from training.parallel.fsdp import run_part
 
 
 class SdsatPredictions(PredictingHead):
@@ -89,30 +90,46 @@ def predict(
     text_RTC: the target's states of the text that enter its layers after the first. tips_M: the
     tips' places in the flattened batch. tokens_M: the tips' ids. count: K.
     """
+    model = states.target.model
     config = NativeConfig.from_dict(states.target.config.to_dict())
-    layers = [native_layer(layer, config) for layer in states.target.model.layers]
-    is_slot = partial(_is_slot, count)
-    changed = [head.change(layer, index, is_slot) for index, layer in enumerate(layers)]
     longest = batch.ids_RT.shape[1] + count
     tables = rope_tables(config.rope, config.head_dim, config.max_positions, longest, head.slots)
     inputs = (states.embed(batch.ids_RT), *text_RTC.split(config.hidden_size, -1))
-    text_rope = rope_at(tables, batch.positions_RT)
-    with torch.no_grad():
-        read = [
-            layer.project(config, x_RTC, *text_rope)[1:]
-            for layer, x_RTC in zip(layers, inputs, strict=True)
-        ]
+    text_rope, is_slot = rope_at(tables, batch.positions_RT), partial(_is_slot, count)
     shared = config.num_heads // config.num_kv_heads
     drafts = DraftsInRows(batch, tips_M, tokens_M)
-    found = []
+    chunks: list[_Chunk] = []
+    rows: list[Tensor] = []  # of each chunk, (R, N, C)
     for tips_Ra, positions_RaK, visible_RaT in drafts.chunks(count):
-        rope = rope_at(tables, positions_RaK.flatten(1))
         mask = slot_mask(visible_RaT, count, causal=True, shared=shared)
-        x_RNC = _inputs(head, states.embed(tips_Ra), count).flatten(1, 2)
-        for layer, keys_values in zip(changed, read, strict=True):
-            x_RNC = _run(layer, config, x_RNC, keys_values, rope, mask)
-        found.append(x_RNC.unflatten(1, (-1, count)))
-    return rms_norm(drafts.join(found), states.target.model.norm.weight, config.norm_eps)
+        chunks.append(_Chunk(rope_at(tables, positions_RaK.flatten(1)), mask))
+        rows.append(_inputs(head, states.embed(tips_Ra), count).flatten(1, 2))
+
+    def run(index: int, layer: Any, *rows: Tensor) -> list[Tensor]:
+        native = native_layer(layer, config)
+        with torch.no_grad():
+            text = native.project(config, inputs[index], *text_rope)[1:]
+        changed = head.change(native, index, is_slot)
+        pairs = zip(rows, chunks, strict=True)
+        return [_run(changed, config, x_RNC, text, chunk) for x_RNC, chunk in pairs]
+
+    for index, layer in enumerate(model.layers):
+        rows = run_part(layer, partial(run, index), *rows)
+    found_MKC = drafts.join([x_RNC.unflatten(1, (-1, count)) for x_RNC in rows])
+    normed_MKC = run_part(model.norm, partial(_norm, config.norm_eps), found_MKC)
+    assert isinstance(normed_MKC, Tensor)
+    return normed_MKC
+
+
+class _Chunk(NamedTuple):
+    """Places of the rows of some drafts, and what they see."""
+
+    rope: Rope
+    mask: Tensor  # see `slot_mask`
+
+
+def _norm(norm_eps: float, norm: Any, x_MKC: Tensor) -> Tensor:
+    return rms_norm(x_MKC, norm.weight, norm_eps)
 
 
 def _is_slot(count: int, x_RNI: Tensor) -> Tensor:
@@ -132,17 +149,18 @@ def _run(
     config: NativeConfig,
     x_RNC: Tensor,
     text: tuple[Tensor, Tensor],
-    rope: Rope,
-    mask: Tensor,
+    chunk: _Chunk,
 ) -> Tensor:
     """Return the output (R, N, C) of a layer at the rows of drafts.
 
-    text: the keys and values (R, T, H, D) of the text. mask: see `slot_mask`.
+    text: the keys and values (R, T, H, D) of the text.
     """
-    queries, *own = layer.project(config, x_RNC, *rope)
+    queries, *own = layer.project(config, x_RNC, *chunk.rope)
     keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(text, own, strict=True))
     # PyTorch's own, as the native backend's attention in parts has no gradient
-    mixed_RNQD = grouped_attention(queries, keys, values, mask, F.scaled_dot_product_attention)
+    mixed_RNQD = grouped_attention(
+        queries, keys, values, chunk.mask, F.scaled_dot_product_attention
+    )
     x_RNC = x_RNC + layer.out(mixed_RNQD.flatten(2))
     return x_RNC + layer.feed_forward(config, x_RNC)
 

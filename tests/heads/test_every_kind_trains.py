@@ -11,14 +11,11 @@ from torch import Tensor
 
 import heads.train
 from heads.registry import KINDS
-from jobs.ranks import SHARDED_WEIGHTS
 from tests.support.head_ranks import configured, losses, train_in_ranks
 from training import checkpoint
 
-# whose drafts run through the target's layers, which no rank has in whole
-NOT_SHARDED = {"sdsat"}
-# of those that are sharded, one of each way to read the target and its lm_head
-FEW = ["eagle1", "early_exit", "dflash", "domino"]
+# one of each way to read the target, its layers and its lm_head
+FEW = ["eagle1", "early_exit", "dflash", "domino", "sdsat"]
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -62,8 +59,6 @@ def test_ranks_train_every_kind_of_head_as_one_process_does(
     """Compare losses and weights; rows weigh as in one process where drafts are sampled."""
     if kind.startswith("zero"):
         request.getfixturevalue("deepspeed")
-    if kind in SHARDED_WEIGHTS:
-        names = [name for name in names if name not in NOT_SHARDED]
     given = (f"parallel={kind}", "parallel.processes=2")
     train_in_ranks(tiny_target, tmp_path, names, *given)
     for name in names:

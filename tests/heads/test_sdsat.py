@@ -348,7 +348,6 @@ def test_slots_are_trained_and_loaded_by_the_front_door(
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=0.5", "no draft reads its own tokens"),
         ("on_policy.share=0.5", "none of whose predictions reads a token that it drafts"),
-        ("parallel=zero3", "drafts run through the target's whole layers"),
     ],
 )
 def test_invalid_settings_are_refused(change: str, words: str, tiny_target: Path) -> None:

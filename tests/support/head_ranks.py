@@ -47,7 +47,10 @@ def _by_kind(name: str) -> list[str]:
     if name in ("recurrent", "medusa", "early_exit"):
         return []
     few = ["loss.predict_n_tokens=4"]
-    return few if name in ("eagle1", "eagle3", "p_eagle") else [*few, "loss.drafts_per_row=30"]
+    if name in ("eagle1", "eagle3", "p_eagle"):
+        return few
+    changed = ["head.rank=2"] if name == "sdsat" else []  # layers of the target, too
+    return [*few, "loss.drafts_per_row=30", *changed]
 
 
 def train_in_ranks(target: Path, folder: Path, names: Sequence[str], *overrides: str) -> None:

@@ -19,6 +19,7 @@ from training.data.packing import Sample, collate
 from training.models.build import build_llama, load_causal_lm
 from training.models.frozen import load_frozen
 from training.objectives import freeze, hidden_states
+from training.parallel.fsdp import run_part
 from training.parallel.strategy import Parallel
 
 VOCABULARY = 67  # not a multiple of the number of ranks
@@ -46,6 +47,21 @@ def states(model: Any) -> torch.Tensor:
     return hidden @ model.lm_head.weight.T
 
 
+def gradient(model: Any, chunks: int) -> torch.Tensor:
+    """Return the gradient of inputs that pass products of two frozen layers, in chunks."""
+    x = torch.linspace(-1, 1, 4 * 64).view(4, 64).requires_grad_()
+
+    def add(layer: Any, *parts: torch.Tensor) -> list[torch.Tensor]:
+        return [part + layer.mlp.down_proj(layer.mlp.gate_proj(part).sin()) for part in parts]
+
+    parts = [*x.chunk(chunks)]
+    for layer in model.model.layers[:2]:
+        parts = run_part(layer, add, *parts)
+    torch.cat(parts).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
 def as_rank(folder: str, out: str, kind: str) -> None:
     """Load the target as one rank, and write its memory, peak memory and outputs to `out`.
 
@@ -68,10 +84,12 @@ def as_rank(folder: str, out: str, kind: str) -> None:
             "held": sum(map(local_bytes, models[name].parameters())),
         }
     with torch.no_grad():
-        save_file(
-            {name: states(model) for name, model in models.items()},
-            f"{out}/rank{parallel.rank}.safetensors",
-        )
+        found = {name: states(model) for name, model in models.items()}
+    found["gradient"] = gradient(models["rows"], chunks=1 + parallel.rank)
+    seen["after"] = sum(map(local_bytes, models["rows"].parameters()))
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):  # control
+        models["rows"].model.layers[0].mlp.gate_proj(torch.ones(1, 64))
+    save_file(found, f"{out}/rank{parallel.rank}.safetensors")
     Path(out, f"rank{parallel.rank}.json").write_text(json.dumps(seen))
     parallel.close()
 
@@ -98,13 +116,16 @@ def test_no_rank_holds_a_complete_target(
     head = 4 * model.lm_head.weight.numel()
     with torch.no_grad():
         expected = states(model)
+    passed = gradient(freeze(model), chunks=4)
     for rank in range(2):
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
         found = load_file(tmp_path / f"rank{rank}.safetensors")
         torch.testing.assert_close(found["rows"], expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(found["rows"], found["whole"])
+        torch.testing.assert_close(found["gradient"], passed)
         share = (all_bytes - (0 if tied else head)) / 2 + head
         assert seen["rows"]["held"] == pytest.approx(share, rel=0.02)
+        assert seen["after"] == seen["rows"]["held"], "no weight stays gathered"
         assert seen["rows"]["peak"] < 1.05 * (share + mapped), (
             "its shard and the file that it reads"
         )

@@ -7,12 +7,18 @@ unsharded weights. No code outside this package therefore depends on sharding.
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from decoding.errors import UserError
@@ -116,17 +122,34 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
 
     The lm_head stays unsharded, since losses read it in chunks outside of any forward. Every
     forward of `model.model` communicates among all ranks, so all must run it equally often. After
-    one, its parts (embedding, layers, last norm) can be called too. A model on the meta device gets
-    uninitialized memory for this rank's shards.
+    one, its parts (embedding, layers, last norm) can be called too, and run by `run_part`. A model
+    on the meta device gets uninitialized memory for this rank's shards.
     """
     empty = next(model.parameters()).is_meta
     if not empty:
         model.get_output_embeddings().to(mesh.device_type)
     for part in (model.model.embed_tokens, *decoder_layers(model.model), model.model.norm):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        part.run_part = MethodType(_run_part, part)
+        register_fsdp_forward_method(part, "run_part")
     fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
     if empty:
         model.to_empty(device=mesh.device_type)
+
+
+def run_part(part: Any, function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Return function(part, *inputs), which reads the weights of a part of a frozen model.
+
+    Weights that `shard_frozen` shards are gathered while it runs, and again in its backward pass.
+    All ranks must then call it equally often, and gradients flow through its inputs and its result,
+    a tensor or a list of them.
+    """
+    is_sharded = isinstance(part, FSDPModule)
+    return part.run_part(function, *inputs) if is_sharded else function(part, *inputs)
+
+
+def _run_part(part: Any, function: Callable[..., Any], *inputs: Tensor) -> Any:
+    return function(part, *inputs)
 
 
 class GatheredState(Mapping[str, Tensor]):
