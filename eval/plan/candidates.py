@@ -6,6 +6,8 @@ random weights is drafted with like a trained one, by the same class with the sa
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -21,6 +23,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.models.draft_vocabulary import restrict_head
 from decoding.models.load import DTYPES
+from decoding.stopping.planner import PRIOR, sibling_chance
 from distill.config import ParallelDraftingConfig
 from distill.dry_run import training_flops
 from distill.parallel_drafting.setup import most_mask_tokens
@@ -28,6 +31,7 @@ from distill.shapes import ALIGNED, refuse_wider, student_config
 from eval.plan.acceptance import Prospect
 from eval.plan.config import PlanConfig
 from eval.plan.curves import CHAIN, PARALLEL, TREE
+from heads.rank_trees import RANKS, grow_tree
 from heads.registry import KINDS, kind_of
 from heads.train import schema_of
 from jobs.composing import compose_job
@@ -68,26 +72,49 @@ class Candidate:
     shape: Mapping[str, Any]  # all sizes that its costs depend on
     write: Callable[[Path], None]  # writes a folder with random weights
     use: str = ""  # name of its drafter; empty: what its folder holds decides
+    tree_nodes: int = 0  # number that its trees are to have; 0: a chain
 
     @property
     def facts(self) -> dict[str, Any]:
         """What its measured costs depend on."""
         facts = {"kind": self.kind, "draft_shape": self.draft_shape, "draft_tokens": self.longest}
-        return {**facts, "shape": dict(self.shape)}
+        size = {"tree_nodes": self.tree_nodes} if self.tree_nodes else {}
+        return {**facts, **size, "shape": dict(self.shape)}
 
-    def prospect(self, training_tokens: int, temperature: float, prompts: str) -> Prospect:
-        """Return what predicts its acceptance."""
-        sizes = (self.kind, self.draft_shape, self.layers, self.hidden_size)
-        return Prospect(*sizes, training_tokens, temperature, self.draft_vocab_size, prompts)
+    def prospect(
+        self, training_tokens: int, temperature: float, prompts: str, tree_nodes: int = 0
+    ) -> Prospect:
+        """Return what predicts its acceptance. tree_nodes: of its trees; 0: a chain."""
+        return Prospect(
+            self.kind,
+            self.draft_shape,
+            self.layers,
+            self.hidden_size,
+            training_tokens,
+            temperature,
+            self.draft_vocab_size,
+            prompts,
+            tree_nodes,
+        )
+
+    def as_tree(self, nodes: int) -> Candidate:
+        """Return the candidate with trees of some nodes in place of chains."""
+        use = "ranked_tree" if self.kind == CHAIN else self.use
+        name = f"{self.name} tree of {nodes}"
+        return replace(self, name=name, draft_shape=TREE, use=use, tree_nodes=nodes)
 
     def fixed_options(self, kind: type) -> dict[str, Any]:
         """Return the options of a drafter's class for chains or trees of a fixed size.
 
         Decisions by cost need the costs that are measured here.
         """
-        fixed: dict[str, Any] = {"shape": self.draft_shape, "by_cost": False}
-        if self.draft_shape == CHAIN:
-            fixed["beam_width"] = 1
+        nodes = self.tree_nodes
+        fixed: dict[str, Any] = {"shape": self.draft_shape, "by_cost": False, "beam_width": 1}
+        if nodes:
+            fixed |= {"max_nodes": nodes, "beam_width": math.ceil(nodes / self.longest)}
+            # random weights have no accuracies, from which Medusa's trees grow
+            accuracy_KR = [_assumed_accuracies()] * self.longest
+            fixed["choices"] = [path for path, _ in grow_tree(accuracy_KR, nodes)]
         known = options_of(kind) or set()
         return {option: value for option, value in fixed.items() if option in known}
 
@@ -109,6 +136,14 @@ class Candidate:
         return drafter
 
 
+def _assumed_accuracies() -> list[float]:
+    """Return the assumed accuracies of a depth's likeliest tokens, the largest first."""
+    found = [PRIOR]
+    for place in range(1, RANKS):
+        found.append((1 - sum(found)) * sibling_chance(place))
+    return found
+
+
 def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
     """Return all drafters to plan. target: the target's Hugging Face configuration.
 
@@ -116,19 +151,28 @@ def candidates(config: PlanConfig, target: Any) -> list[Candidate]:
     cannot be cut to.
     """
     student_config(StudentConfig(), target)  # refuses other families
-    found = [
-        pruned_model(config, target, layers, width, shape)
-        for width in config.widths
-        for layers in config.depths
-        for shape in config.shapes
-    ]
+    found = list[Candidate]()
+    for width, layers in itertools.product(config.widths, config.depths):
+        chain = pruned_model(config, target, layers, width)
+        for shape in config.shapes:
+            if shape == PARALLEL:
+                found.append(pruned_model(config, target, layers, width, is_parallel=True))
+            found += _drafts(config, chain, shape)
     for name in config.heads:
-        shapes = (shape for shape in config.shapes if shape != PARALLEL)
-        found += [trained_head(config, target, name, shape) for shape in shapes]
+        chain = trained_head(config, target, name)
+        for shape in config.shapes:
+            found += _drafts(config, chain, shape)
     names = [one.name for one in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{' and '.join(twice)} would be planned twice. Name each drafter once.")
     return found
+
+
+def _drafts(config: PlanConfig, chain: Candidate, shape: str) -> list[Candidate]:
+    """Return the drafts of a shape with the weights of a chain: itself, or trees of all sizes."""
+    if shape == TREE:
+        return [chain.as_tree(nodes) for nodes in config.tree_nodes]
+    return [chain] if shape == CHAIN else []
 
 
 def drafted_tokens(config: PlanConfig, vocab_size: int) -> int:
@@ -163,18 +207,18 @@ def shape_of_width(layers: int, width: int, target: Any) -> StudentConfig:
 
 
 def pruned_model(
-    config: PlanConfig, target: Any, layers: int, width: int, draft_shape: str
+    config: PlanConfig, target: Any, layers: int, width: int, is_parallel: bool = False
 ) -> Candidate:
     """Return a model of some layers and a width of the target's, to be distilled.
 
-    draft_shape: chain, tree, or parallel, a chain that it drafts in one forward (PARD).
+    is_parallel: whether it drafts a chain in one forward (PARD).
     """
     student: Any = student_config(shape_of_width(layers, width, target), target)
     refuse_wider(student, target)
     drafted = drafted_tokens(config, target.vocab_size)
     if drafted:
         student.draft_vocab_size, student.tie_word_embeddings = drafted, False
-    is_parallel, mask_tokens = draft_shape == PARALLEL, 0.0
+    mask_tokens = 0.0
     if is_parallel:
         mask_tokens = most_mask_tokens(ParallelDraftingConfig(tokens=config.max_draft_tokens))
 
@@ -191,10 +235,9 @@ def pruned_model(
 
     widths = target_widths(student)
     return Candidate(
-        name=f"{layers_of(student)}, width {widths['hidden_size']}"
-        + f" {draft_shape}" * (draft_shape != CHAIN),
+        name=f"{layers_of(student)}, width {widths['hidden_size']}" + " parallel" * is_parallel,
         kind=PARALLEL if is_parallel else CHAIN,
-        draft_shape=TREE if draft_shape == TREE else CHAIN,
+        draft_shape=CHAIN,
         layers=layers,
         hidden_size=widths["hidden_size"],
         draft_vocab_size=drafted,
@@ -205,11 +248,10 @@ def pruned_model(
         longest=config.max_draft_tokens,
         shape={**sizes_of(student), "rows": head_rows(student)},
         write=write,
-        use="ranked_tree" if draft_shape == TREE else "",
     )
 
 
-def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -> Candidate:
+def trained_head(config: PlanConfig, target: Any, name: str) -> Candidate:
     """Return a head of a kind, with the options of its file in conf/head."""
     _check_head(name)
     kind = kind_of(name)
@@ -235,9 +277,9 @@ def trained_head(config: PlanConfig, target: Any, name: str, draft_shape: str) -
 
     longest = kind.longest_draft(shape) or config.max_draft_tokens
     return Candidate(
-        name=name + " tree" * (draft_shape == TREE),
+        name=name,
         kind=name,
-        draft_shape=draft_shape,
+        draft_shape=CHAIN,
         layers=0,
         hidden_size=0,
         draft_vocab_size=drafted,

@@ -14,7 +14,7 @@ class PlanConfig(JobConfig):
 
     # A plan is made anew from costs that are measured already; only these settings change them.
     UNREAD: ClassVar[tuple[str, ...]] = (
-        *("depths", "widths", "heads", "shapes", "speedups"),
+        *("depths", "widths", "heads", "shapes", "tree_nodes", "speedups"),
         *("acceptance", "runs", "curves", "costs", "training_tokens", "assumed_tflops"),
         *("prompts", "cost_seconds"),
     )
@@ -31,6 +31,9 @@ class PlanConfig(JobConfig):
     # shapes of the drafts: chain | tree (of pruned models, and of the heads that can) | parallel
     # (chains that a pruned model drafts in one forward, as PARD)
     shapes: list[str] = field(default_factory=lambda: ["chain"])
+    # nodes of the trees, of which each number is planned; a recurrent head has beams of as many or
+    # a few more
+    tree_nodes: list[int] = field(default_factory=lambda: [8, 24, 64])
     # tokens that the drafters propose; 0, or the target's vocabulary and more: all
     draft_vocab_size: int = 8192
     # longest draft; heads that draft in one pass may end before

@@ -32,7 +32,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from eval.plan.candidates import Candidate
 from eval.plan.config import PlanConfig
-from eval.plan.curves import CHAIN
+from eval.plan.curves import CHAIN, TREE
 from jobs.amounts import size
 from jobs.files import write_bytes
 from jobs.paths import resolve, resolve_model
@@ -72,6 +72,11 @@ class MeasuredCosts:
         found = Costs.of_chain(self.costs, self.one_pass)
         return dataclasses.replace(found, nodes=self.nodes, deepest=max(self.nodes))
 
+    @property
+    def tree_nodes(self) -> int:
+        """Number of nodes of its deepest tree; 0 for a chain."""
+        return max(self.nodes.values()) if self.drafter["draft_shape"] == TREE else 0
+
 
 def has_weights(config: PlanConfig) -> bool:
     """Return whether the target's folder holds weights and not a configuration alone."""
@@ -97,7 +102,9 @@ def conditions_of(config: PlanConfig, target: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- the target
 def capacity(config: PlanConfig) -> int:
     """Return the tokens of a row while its costs are measured: the context, and room for drafts."""
-    return config.context + max(STEP_ROOM + 2, TOKENS + 2 * config.max_draft_tokens)
+    widest = max(config.tree_nodes) + config.max_draft_tokens if TREE in config.shapes else 0
+    longest = TOKENS + max(2 * config.max_draft_tokens, widest + 1)
+    return config.context + max(STEP_ROOM + 2, longest)
 
 
 def check_memory(config: PlanConfig, target: Any, found: Sequence[Candidate]) -> None:
@@ -225,7 +232,7 @@ class CostFile:
 
     def measure(self, target: Target, found: Sequence[Candidate]) -> list[str]:
         """Measure the candidates that are not known; return a note on each that cannot draft so."""
-        notes = []
+        left_out: dict[str, list[str]] = {}
         missing = [one for one in found if self.find(one) is None]
         for number, one in enumerate(missing, start=1):
             began = time.monotonic()
@@ -235,12 +242,11 @@ class CostFile:
                 one.write(folder)
                 try:
                     drafter = one.load(folder, target)
-                    if drafter.capabilities.shape != one.draft_shape:
-                        raise UserError(f"it drafts a {drafter.capabilities.shape}.")
+                    _check_draft(drafter, one)
                 except UserError as error:
                     if one.draft_shape == CHAIN:
                         raise
-                    notes.append(f"{one.name} is left out: {error}")
+                    left_out.setdefault(str(error), []).append(one.name)
                     continue
                 measured = self._measure(target, drafter, one, began)
             del drafter
@@ -254,15 +260,18 @@ class CostFile:
                 f"{measured.seconds:.0f} s",
                 file=sys.stderr,
             )
-        return notes
+        return [
+            f"{', '.join(names)} {'are' if names[1:] else 'is'} left out: {why}"
+            for why, names in left_out.items()
+        ]
 
     def _measure(
         self, target: Target, drafter: Drafter, one: Candidate, began: float
     ) -> MeasuredCosts:
         config = self.config
         nodes = {gamma: drafter.width(gamma) for gamma in range(1, one.longest + 1)}
-        if one.draft_shape == CHAIN:  # some heads draft fewer tokens than they are asked for
-            nodes = {gamma: count for gamma, count in nodes.items() if count == gamma}
+        # some heads draft fewer tokens than they are asked for, and small trees are not so deep
+        nodes = {gamma: count for gamma, count in nodes.items() if count >= gamma}
         longest, prompt = max(nodes), random_prompt(config, target)
         widths = {*widths_to_time(drafter, longest), *(1 + count for count in nodes.values())}
         costs = measure_costs(
@@ -286,6 +295,16 @@ class CostFile:
             nodes,
             time.monotonic() - began,
         )
+
+
+def _check_draft(drafter: Drafter, one: Candidate) -> None:
+    """Raise UserError if a drafter does not draft in the shape and size of its candidate."""
+    shape = drafter.capabilities.shape
+    if shape != one.draft_shape:
+        raise UserError(f"it drafts a {shape}.")
+    widest = drafter.width(one.longest)
+    if widest < one.tree_nodes:
+        raise UserError(f"at depth {one.longest} its trees have at most {widest} nodes.")
 
 
 def random_prompt(config: PlanConfig, target: Target) -> list[int]:

@@ -23,7 +23,16 @@ from eval.plan.costs import (
     matrix_tflops,
     open_target,
 )
-from eval.plan.curves import PARALLEL, SHAPES, Curve, collect, merge, read_curves, write_curves
+from eval.plan.curves import (
+    PARALLEL,
+    SHAPES,
+    TREE,
+    Curve,
+    collect,
+    merge,
+    read_curves,
+    write_curves,
+)
 from eval.plan.report import advice, plan_page, print_plan
 from eval.plan.rows import Outlook, build_outlook
 from eval.report.text import count_label
@@ -95,6 +104,12 @@ def check(config: PlanConfig) -> None:
             and bool({*config.shapes} - {PARALLEL} or (config.depths and config.widths)),
             f"one or more of {', '.join(SHAPES)}; {PARALLEL} is for pruned models alone",
         ),
+        (
+            "tree_nodes",
+            bool(config.tree_nodes or TREE not in config.shapes)
+            and all(one >= 2 for one in config.tree_nodes),
+            "one or more numbers of nodes, each 2 or more",
+        ),
         ("draft_vocab_size", config.draft_vocab_size >= 0, "1 or more, or 0 for all tokens"),
         (
             "max_draft_tokens",
@@ -120,6 +135,11 @@ def _check_context(config: PlanConfig, target: Any) -> None:
     """Raise UserError for a context that the target does not hold. target: its configuration."""
     holds = config.target.max_length or int(target.max_position_embeddings)
     drafts = capacity(config) - config.context
+    if drafts + 2 > holds:
+        raise UserError(
+            f"{config.target.path} holds {holds} tokens, of which drafts need {drafts}. Lower "
+            f"max_draft_tokens, or tree_nodes where trees are planned."
+        )
     if config.context + drafts > holds:
         raise UserError(
             f"context is {config.context}, expected at most {holds - drafts}: "

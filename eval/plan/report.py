@@ -16,7 +16,6 @@ from eval.plan.rows import (
     Outlook,
     PlanRow,
     best_trained,
-    is_trained,
     ranked,
     worth_training,
 )
@@ -58,17 +57,15 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
     if trained := best_trained(rows):
         found.append(
             f"Fastest of the trained drafters: {trained.drafter}, "
-            f"{_interval(trained)} by its measured acceptance, at draft length "
-            f"{trained.num_draft_tokens}."
+            f"{_interval(trained)} by its measured acceptance, {_draft(trained)}."
         )
     if not chosen:
         found.append(f"No other drafter is predicted to be faster: {nothing}.")
     for number, row in enumerate(chosen):
         expected = (
-            f"{_interval(row)} predicted at draft length {row.num_draft_tokens}, "
-            f"{row.tokens_per_second:,.0f} tokens/s"
+            f"{_interval(row)} predicted {_draft(row)}, {row.tokens_per_second:,.0f} tokens/s"
         )
-        if is_trained(row, rows):
+        if row.trained:
             found.append(f"Evaluate {row.drafter}, whose weights are trained: {expected}.")
             continue
         start = "Train" if not number else "Or, for less training, train"
@@ -82,6 +79,8 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
 def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
     """Return the table of all candidates, the fastest first."""
     worth = {row.drafter for row in worth_training(outlook.rows)}
+    trees = any(row.tree_nodes for row in outlook.rows)
+    several = any(not row.best for row in outlook.rows)
     cells, marks = [], []
     for row in ranked(outlook.rows):
         cell = {
@@ -95,14 +94,29 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
             cell |= {
                 "accepted": _accepted(row),
                 "gamma": str(row.num_draft_tokens),
+                **({"nodes": _nodes(row)} if trees else {}),
                 "speedup": _reliable(row, _interval(row)),
                 "tokens/s": _reliable(row, text.number(row.tokens_per_second, 1)),
             }
+        if several:
+            cell["best"] = "best" if row.best and not row.unreliable else ""
         cell["training"] = f"{operations(row.training_flop)}, {_duration(row.training_hours)}"
         cells.append(cell)
         slow = row.speedup_high is not None and row.speedup_high < 1
         marks.append("bad" if slow and not row.unreliable else "")
     return make_table(subject(outlook, config), cells, marks, SPARE)
+
+
+def _nodes(row: PlanRow) -> str:
+    """Return the nodes of a row's tree at its best depth."""
+    return str(row.nodes[row.num_draft_tokens or 0]) if row.tree_nodes else text.NONE
+
+
+def _draft(row: PlanRow) -> str:
+    """Return the size of a row's best draft, in words."""
+    if row.tree_nodes:
+        return f"with {_nodes(row)} nodes at depth {row.num_draft_tokens}"
+    return f"at draft length {row.num_draft_tokens}"
 
 
 def _need(one: Need) -> str:
@@ -156,7 +170,7 @@ def curves_table(curves: Sequence[Curve]) -> Table:
     cells = [
         {
             "drafter": one.drafter,
-            "category": one.kind + " tree" * (one.draft_shape == TREE),
+            "category": _category(one),
             "temperature": f"{one.temperature:g}",
             "tokens trained on": text.amount(one.training_tokens),
             "by depth": text.rates(one.alpha_by_depth[:6]),
@@ -165,6 +179,13 @@ def curves_table(curves: Sequence[Curve]) -> Table:
         for one in curves
     ]
     return make_table("acceptances that the predictions use", cells)
+
+
+def _category(one: Curve) -> str:
+    """Return a curve's kind, and the size of its trees if it is known."""
+    if one.draft_shape != TREE:
+        return one.kind
+    return f"{one.kind} tree" + f" of {one.tree_nodes}" * (one.tree_nodes > 0)
 
 
 def notes_of(outlook: Outlook) -> list[str]:
@@ -183,6 +204,7 @@ def notes_of(outlook: Outlook) -> list[str]:
             "No tree of this target was evaluated yet, so a tree's acceptance is predicted as that "
             "of a chain, which is too low."
         )
+    found += _about_sizes(outlook)
     if outlook.error is not None:
         found.append(_about_prompts(outlook))
         error = f"a standard error of {outlook.error:.2f} in its log-odds"
@@ -193,6 +215,19 @@ def notes_of(outlook: Outlook) -> list[str]:
             f"drafters, for which {error} is assumed."
         )
     return found
+
+
+def _about_sizes(outlook: Outlook) -> list[str]:
+    """Return which predicted trees are larger or smaller than all evaluated ones."""
+    known = {one.tree_nodes for one in outlook.curves if one.tree_nodes}
+    predicted = {row.tree_nodes for row in outlook.rows if row.acceptance == PREDICTED} - {0}
+    if not known or all(min(known) <= nodes <= max(known) for nodes in predicted):
+        return []
+    span = " to ".join(str(nodes) for nodes in sorted({min(known), max(known)}))
+    return [
+        f"The evaluated trees have {span} nodes. Smaller and larger ones are predicted to accept "
+        f"what the nearest of these does."
+    ]
 
 
 def _about_prompts(outlook: Outlook) -> str:

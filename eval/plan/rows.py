@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -84,6 +84,9 @@ class PlanRow:
     training_flop: float
     training_hours: float  # at assumed_tflops or, without it, at the machine's
     measured_on: list[str] = field(default_factory=list)  # prompts of a measured acceptance
+    tree_nodes: int = 0  # of its deepest trees; 0: a chain
+    trained: bool = False  # these weights were evaluated, in any shape of drafts
+    best: bool = True  # the best of the chains and trees of these weights
 
     @property
     def needed(self) -> float | None:
@@ -130,6 +133,8 @@ def build_outlook(
     tokens = config.training_tokens or round(usual)
     baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
     rows = [_row(config, *one, model, chosen, prompts, tokens, baseline, tflops) for one in found]
+    best = {row.weights: row for row in reversed(ranked(rows))}
+    rows = [replace(row, best=row is best[row.weights]) for row in rows]
     forwards: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         for n, ratio in row.V.items():
@@ -154,8 +159,9 @@ def _row(
     tflops: float,
 ) -> PlanRow:
     costs, ratios, width = measured.costs, measured.ratios, dtype_of(config.target.dtype).itemsize
-    same = curves_like(config, one, curves, prompts)
-    prospect = one.prospect(tokens, config.temperature, prompts)
+    nodes = measured.tree_nodes
+    prospect = one.prospect(tokens, config.temperature, prompts, nodes)
+    same = curves_like(config, prospect, curves)
     source, rates = acceptance_of(prospect, model, same, max(measured.nodes))
     flop = one.flops_a_token * tokens
     cache = config.batch_size * (config.context + config.max_draft_tokens)
@@ -183,6 +189,8 @@ def _row(
         training_flop=flop,
         training_hours=flop / tflops / 1e12 / 3600,
         measured_on=sorted({curve.benchmark for curve in same}),
+        tree_nodes=nodes,
+        trained=any(_of_weights(config, prospect, curve) for curve in curves),
     )
 
 
@@ -226,23 +234,30 @@ def predicted_speedups(alpha_D: Sequence[float], costs: Costs) -> dict[int, floa
     return {gamma: predicted_speedup(alpha_D, gamma, costs) for gamma in costs.gammas}
 
 
-def curves_like(
-    config: PlanConfig, one: Candidate, curves: Sequence[Curve], prompts: str
-) -> list[Curve]:
-    """Return the curves of drafters like a candidate: on these prompts or, without any, on others.
+def _of_weights(config: PlanConfig, one: Prospect, curve: Curve) -> bool:
+    """Return whether a curve is of the weights of a drafter, in any shape of drafts.
 
-    They have its form and draft vocabulary, were measured at this temperature, and trained on as
-    many tokens if `training_tokens` is set.
+    They have its kind, size and draft vocabulary, and were trained on as many tokens if
+    `training_tokens` is set.
     """
-    form = (one.kind, one.draft_shape, one.layers, one.hidden_size)
+    same = ("kind", "layers", "hidden_size", "draft_vocab_size")
+    alike = all(getattr(curve, name) == getattr(one, name) for name in same)
+    return alike and config.training_tokens in (0, curve.training_tokens)
+
+
+def curves_like(config: PlanConfig, one: Prospect, curves: Sequence[Curve]) -> list[Curve]:
+    """Return the curves of a drafter's weights with its shape and size of drafts and temperature.
+
+    They are those on its prompts or, without any, on others.
+    """
+    drafts = (one.draft_shape, one.tree_nodes, one.temperature)
     same = [
         curve
         for curve in curves
-        if (curve.form, curve.temperature) == (form, config.temperature)
-        and curve.draft_vocab_size == one.draft_vocab_size
-        and config.training_tokens in (0, curve.training_tokens)
+        if (curve.draft_shape, curve.tree_nodes, curve.temperature) == drafts
+        and _of_weights(config, one, curve)
     ]
-    return [curve for curve in same if curve.benchmark == prompts] or same
+    return [curve for curve in same if curve.benchmark == one.benchmark] or same
 
 
 def acceptance_of(
@@ -319,11 +334,6 @@ def best_trained(rows: Sequence[PlanRow]) -> PlanRow | None:
     return max(trained, key=lambda row: row.predicted_speedup or 0.0, default=None)
 
 
-def is_trained(row: PlanRow, rows: Sequence[PlanRow]) -> bool:
-    """Return whether the acceptance of these weights was measured, in any shape of drafts."""
-    return any(one.acceptance == MEASURED and one.weights == row.weights for one in rows)
-
-
 def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Return the candidates to train, the one with the largest predicted speedup first.
 
@@ -343,7 +353,7 @@ def worth_training(rows: Sequence[PlanRow]) -> list[PlanRow]:
     chosen: list[PlanRow] = []
 
     def cost(row: PlanRow) -> float:
-        return 0.0 if is_trained(row, rows) else row.training_flop
+        return 0.0 if row.trained else row.training_flop
 
     for row in sorted(faster, key=lambda row: -(row.predicted_speedup or 0.0)):
         close = not chosen or (row.speedup_high or 0.0) >= (chosen[0].predicted_speedup or 0.0)

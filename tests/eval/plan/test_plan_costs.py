@@ -103,19 +103,19 @@ def test_all_shapes_of_drafts_are_planned(home: Path, tmp_path: Path, capsys: An
     """Plan pruned models as chains, trees and PARD, and the trees of heads that grow them."""
     heads = ["eagle3", "early_exit"]
     asked = config(home, "", output_dir=str(tmp_path / "shapes"), depths=[1], heads=heads,
-                   shapes=["chain", "tree", "parallel"])  # fmt: skip
+                   shapes=["chain", "tree", "parallel"], tree_nodes=[8])  # fmt: skip
     rows = {row.drafter: row for row in rows_in(run(asked))}
     model = "1 layer, width 32"
     assert list(rows) == [
-        *(model, f"{model} tree", f"{model} parallel"),
-        *("eagle3", "eagle3 tree", "early_exit"),
+        *(model, f"{model} tree of 8", f"{model} parallel"),
+        *("eagle3", "eagle3 tree of 8", "early_exit"),
     ]
-    assert "early_exit tree is left out" in capsys.readouterr().out
+    assert "early_exit tree of 8 is left out: it drafts a chain." in capsys.readouterr().out
     for name in ("eagle3", model):
-        assert rows[f"{name} tree"].nodes[2] > 2
+        assert rows[f"{name} tree of 8"].nodes == {1: 4, 2: 8, 3: 8}
         assert rows[name].nodes == {1: 1, 2: 2, 3: 3}
-        assert rows[f"{name} tree"].weights == rows[name].weights
-        assert rows[f"{name} tree"].training_flop == rows[name].training_flop
+        assert rows[f"{name} tree of 8"].weights == rows[name].weights
+        assert rows[f"{name} tree of 8"].training_flop == rows[name].training_flop
     parallel = rows[f"{model} parallel"]
     assert (parallel.kind, parallel.draft_shape, parallel.nodes) == (
         "parallel",

@@ -224,7 +224,7 @@ def test_a_tree_of_trained_weights_needs_no_training(home: Path, tmp_path: Path)
     lines = advice(outlook(chain, other, tree), asked)
     assert any(line.startswith("Train 2 layers, width 32: 2.00x") for line in lines)
     assert any(line.startswith("Evaluate its tree, whose weights are trained: ") for line in lines)
-    untrained = dataclasses.replace(tree, layers=3)
+    untrained = dataclasses.replace(tree, layers=3, trained=False)
     lines = advice(outlook(chain, other, untrained), asked)
     assert any(line.startswith("Or, for less training, train its tree: ") for line in lines)
     assert not any("Evaluate" in line for line in lines), "a control: other weights"

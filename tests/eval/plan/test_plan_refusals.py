@@ -30,6 +30,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"shapes": ["parallel"], "max_draft_tokens": 1},
         "max_draft_tokens is 1, expected 2 or more with shapes=parallel",
     ),
+    "no tree size": ({"shapes": ["tree"], "tree_nodes": []}, "tree_nodes is .*one or more numbers"),
+    "a tree of one node": ({"shapes": ["tree"], "tree_nodes": [1, 8]}, "each 2 or more"),
+    "a tree twice": ({"shapes": ["tree"], "tree_nodes": [8, 8]}, "medusa tree of 8 would be plan"),
+    "a large tree": (
+        {"shapes": ["tree"], "tree_nodes": [400]},
+        "holds 256 tokens, of which drafts need 420. Lower max_draft_tokens, or tree_nodes",
+    ),
     "no drafter": ({"heads": [], "depths": []}, "combine to no drafter"),
     "no layer": ({"depths": [0]}, "depths is .*expected whole numbers from 1 up"),
     "a large batch": ({"batch_size": 10**8}, "rows of 90 tokens.*are free. Lower batch_size"),

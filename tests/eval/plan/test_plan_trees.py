@@ -10,14 +10,23 @@ import pytest
 
 from decoding.costs.prediction import Costs, best_gamma
 from decoding.errors import UserError
+from decoding.interfaces import RoundCosts
 from eval.measure import parts
 from eval.plan.acceptance import AcceptanceModel, Prospect, choose_curves, rate_of
+from eval.plan.candidates import Candidate, candidates
+from eval.plan.config import PlanConfig
+from eval.plan.costs import FILE, MeasuredCosts
 from eval.plan.curves import Curve, collect, merge, read_curves, write_curves
+from eval.plan.job import run
+from eval.plan.report import advice, curves_table, notes_of, plan_table
+from eval.plan.rows import MEASURED, PREDICTED, build_outlook, ranked
 from eval.report.plots import Plot
 from eval.run import run as evaluate
 from eval.statistics.schema import read_rows, write_rows
 from tests.eval.plan.test_plan_acceptances import ONE_PART, write_shallow
 from tests.support import tiny_folders as tiny
+from tests.support.plans import config, rows_in
+from training.models.build import target_config
 
 KINDS = {"medusa": -0.9, "eagle3": -0.3, "recurrent": -0.5}  # log-odds of chains
 DEPTHS = 8
@@ -111,6 +120,139 @@ def test_trees_of_all_sizes_are_left_out_together():
     model = AcceptanceModel.fit([*CHAINS, *TREES])
     assert set(model.left_out) == {str(one.form) for one in [*CHAINS, *TREES]}
     assert len(model.left_out) == 5, "three chains, and the trees of two heads"
+
+
+# -------------------------------------------------------------------------------------- the choice
+Plan = tuple[PlanConfig, list[Candidate]]
+
+
+@pytest.fixture(scope="module")
+def plan(home: Path) -> Plan:
+    """Return the chains and trees of two heads."""
+    asked = config(
+        home,
+        "",
+        depths=[],
+        heads=["medusa", "eagle3"],
+        shapes=["chain", "tree"],
+        tree_nodes=[8, 24, 64],
+        max_draft_tokens=DEPTHS,
+        training_tokens=1 << 20,
+    )
+    return asked, candidates(asked, target_config(asked.target))
+
+
+def planned(plan: Plan, price_ms: float) -> tuple[PlanConfig, list[tuple[Candidate, Any]]]:
+    """Return a plan, and its candidates with the costs of a price for each node."""
+    costs = RoundCosts(0.2, tuple(10 + price_ms * n for n in range(65)), 0.5, 0.1)
+    found = []
+    for one in plan[1]:
+        nodes = {n: one.tree_nodes or n for n in range(1, one.longest + 1)}
+        found.append((one, MeasuredCosts({}, one.facts, costs, False, nodes, 1.0)))
+    return plan[0], found
+
+
+def test_a_plan_chooses_among_chains_and_trees_by_the_formula_of_costs(plan: Plan):
+    """Check each row's speedup against the formula, and the choice against all of them."""
+    known = [curve("medusa"), *TREES[:2], curve("eagle3")]
+    chosen = {}
+    for price_ms in (0.01, 0.5, 20.0):
+        asked, found = planned(plan, price_ms)
+        rows = build_outlook(asked, found, known, 1.0).rows
+        every = {}
+        for row in rows:
+            for gamma, speedup in row.speedup_by_length.items():
+                n = 1 + (row.nodes[gamma] if row.tree_nodes else gamma)
+                round_ms = gamma * 0.2 + 10 + price_ms * (n - 1) + 0.5
+                tokens = 1 + sum(math.prod(row.alpha_by_depth[:k]) for k in range(1, gamma + 1))
+                assert speedup == pytest.approx(tokens * 10.1 / round_ms)
+                every[row.drafter, gamma] = speedup
+        for head in ("medusa", "eagle3"):
+            (best,) = (row for row in rows if row.kind == head and row.best)
+            fastest = max((key for key in every if key[0].startswith(head)), key=every.__getitem__)
+            assert (best.drafter, best.num_draft_tokens) == fastest
+            chosen[head, price_ms] = best.tree_nodes
+    assert [chosen["medusa", price] for price in (0.01, 0.5, 20.0)] == [64, 8, 0]
+    assert chosen["eagle3", 0.01] == 64, "predicted from the trees of the other head"
+    asked, found = planned(plan, 0.01)
+    unsized = [dataclasses.replace(one, tree_nodes=0) for one in known]
+    blind = build_outlook(asked, found, unsized, 1.0).rows
+    (best,) = (row for row in blind if row.kind == "eagle3" and row.best)
+    assert best.tree_nodes == 8, "a control: without the number of nodes"
+
+
+def test_a_plan_shows_the_sizes_and_the_best_of_each_drafter(plan: Plan):
+    asked, found = planned(plan, 0.01)
+    outlook = build_outlook(asked, found, [curve("medusa"), *TREES[:2]], 1.0)
+    table = plan_table(outlook, asked)
+    by_name = {name.removesuffix(" *"): n for n, name in enumerate(table.column("drafter"))}
+    nodes, best = table.column("nodes"), table.column("best")
+    names = [f"medusa tree of {nodes}" for nodes in (8, 24, 64)]
+    assert [nodes[by_name[name]] for name in names] == ["8", "24", "64"]
+    assert nodes[by_name["medusa"]] == "–"
+    assert [best[by_name[name]] for name in ["medusa", *names]] == ["", "", "", "best"]
+    assert [row.acceptance for row in outlook.rows if row.kind == "medusa"] == [
+        *(MEASURED, MEASURED, PREDICTED, MEASURED)
+    ], "no tree of 24 nodes was evaluated"
+    lines = " ".join(advice(outlook, asked))
+    assert "Fastest of the trained drafters: medusa tree of 64, " in lines
+    deepest = max(one.longest for one, _ in found if one.kind == "medusa")
+    assert f"by its measured acceptance, with 64 nodes at depth {deepest}." in lines
+    assert "medusa tree of 8" in " ".join(curves_table(outlook.curves).column("category"))
+    chains = [pair for pair in found if not pair[0].tree_nodes]
+    table = plan_table(build_outlook(asked, chains, [curve("medusa")], 1.0), asked)
+    assert "nodes" not in table.columns and "best" not in table.columns, "a control: no trees"
+
+
+def test_trained_weights_need_only_an_evaluation_of_another_size(plan: Plan):
+    asked, found = planned(plan, 0.01)
+    trees = [pair for pair in found if pair[0].tree_nodes == 24]
+    lines = " ".join(advice(build_outlook(asked, trees, [*TREES[:2], CHAINS[2]], 1.0), asked))
+    assert "Evaluate medusa tree of 24, whose weights are trained: " in lines
+    lines = " ".join(advice(build_outlook(asked, trees, [*TREES[2:], CHAINS[2]], 1.0), asked))
+    assert "Evaluate medusa" not in lines, "a control: another head was trained"
+
+
+def test_sizes_beyond_the_evaluated_ones_are_named(plan: Plan):
+    asked, found = planned(plan, 0.01)
+
+    def notes(*curves: Curve) -> str:
+        return " ".join(notes_of(build_outlook(asked, found, curves, 1.0)))
+
+    nearest = "Smaller and larger ones are predicted to accept what the nearest of these does."
+    assert f"The evaluated trees have 8 nodes. {nearest}" in notes(curve("medusa"), TREES[0])
+    assert f"have 8 to 24 nodes. {nearest}" in notes(TREES[0], curve("eagle3", 24))
+    assert nearest not in notes(*TREES), "a control: sizes in between"
+    assert nearest not in notes(curve("medusa")), "no tree at all has a note of its own"
+
+
+def test_trees_are_measured_at_their_sizes(home: Path, tmp_path: Path, capsys: Any):
+    asked = config(home, "", output_dir=str(tmp_path / "trees"), depths=[1],
+                   heads=["medusa", "recurrent"], shapes=["tree"],
+                   tree_nodes=[2, 20, 64])  # fmt: skip
+    done = run(asked)
+    rows = {row.drafter: row for row in rows_in(done)}
+    out = " ".join(capsys.readouterr().out.split())
+    model = "1 layer, width 32"
+    assert list(rows) == [
+        *(f"{model} tree of 2", f"{model} tree of 20"),
+        *("medusa tree of 2", "medusa tree of 20", "medusa tree of 64"),
+        *("recurrent tree of 20", "recurrent tree of 64"),
+    ]
+    assert f"{model} tree of 64 is left out: at depth 3 its trees have at most 36 nodes." in out
+    assert "recurrent tree of 2 is left out: it drafts a chain." in out
+    assert rows[f"{model} tree of 20"].nodes == {1: 4, 2: 20, 3: 20}
+    assert rows[f"{model} tree of 2"].nodes == {1: 2, 2: 2}, "no path of two nodes is 3 deep"
+    assert rows["medusa tree of 64"].nodes[3] == 64
+    assert rows["recurrent tree of 20"].nodes == {1: 7, 2: 14, 3: 21}, "beams of one length"
+    for row in rows.values():
+        assert max(row.V) == 1 + max(row.nodes.values()), "its widest forward was timed"
+        assert row.best == (row is ranked([r for r in rows.values() if r.kind == row.kind])[0])
+    file = done / FILE
+    before = file.read_bytes()
+    run(dataclasses.replace(asked, tree_nodes=[20]))
+    assert file.read_bytes() == before, "fewer sizes need no measurement"
+    assert "holds the costs of all drafters" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------- the file
