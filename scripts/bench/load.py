@@ -36,6 +36,7 @@ from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sessions.draft_lengths import KEY, ranges_of
+from jobs.drafters import read_card_name
 from jobs.files import write_bytes
 from jobs.paths import resolve_model
 from jobs.syntax import quoted
@@ -117,10 +118,15 @@ def drafts_nothing_from(table: Sequence[Sequence[int]]) -> int | None:
 
 
 def label_of(drafter: str | Mapping[str, Any]) -> str:
-    """Return the name of a drafter in the figures."""
-    if isinstance(drafter, str):
-        return drafter
-    return str(drafter.get("name", drafter.get("use")))
+    """Return the name of a drafter in the figures.
+
+    It is the given one, that on the card of its folder, or the last part of the folder's path.
+    """
+    given = {"use": drafter} if isinstance(drafter, str) else drafter
+    if "name" in given:
+        return str(given["name"])
+    used = Path(str(given.get("use")))
+    return Path(read_card_name(used)).name if used.is_dir() else str(used)
 
 
 def folder_of(drafter: str | Mapping[str, Any]) -> Path | None:

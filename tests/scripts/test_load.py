@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 import sys
 from itertools import pairwise
@@ -171,6 +172,21 @@ def test_a_drafter_with_options_is_one_setting(tmp_path: Path) -> None:
     assert script.override_of(str(tmp_path)) == f"drafter={tmp_path}"
     assert script.folder_of({"use": "ranked_tree", "folder": str(tmp_path)}) == tmp_path
     assert script.folder_of("prompt_lookup") is None
+
+
+def test_a_folder_is_named_by_its_card_or_its_last_part(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine" / "drafter"
+    folder.mkdir(parents=True)
+    assert script.label_of(str(folder)) == "drafter"
+    (folder / "drafter_card.json").write_text(json.dumps({"name": "two layers"}))
+    assert script.label_of(str(folder)) == script.label_of({"use": str(folder)}) == "two layers"
+    assert script.label_of({"use": str(folder), "name": "mine"}) == "mine"
+    assert script.label_of("prompt_lookup") == "prompt_lookup"
+    assert script.label_of("runs/missing/drafter") == "runs/missing/drafter", "a control: no folder"
+    other = tmp_path / "runs" / "other" / "drafter"
+    shutil.copytree(folder, other)
+    with pytest.raises(UserError, match="drafters is .'two layers', 'two layers'.*of its own"):
+        script.check(Options(drafters=[str(folder), str(other)]))
 
 
 # The whole -------------------------------------------------------------------------------------
