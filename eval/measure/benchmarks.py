@@ -35,7 +35,8 @@ class Benchmark:
     prompts: list[Prompt]
     render: str  # chat | text
     chat_template: str  # for render=chat: auto (the tokenizer's) or a name
-    # read, bad_records_skipped if there are any, other_category, too_long, over_limit, kept
+    # read, bad_records_skipped if there are any, other_category, too_long, over_limit, kept, and
+    # bad_sweep_records_skipped if the sweep's file has any
     counts: dict[str, int]
     # prompts of the sweep's file; empty: the sweep takes some of `prompts`
     for_sweep: list[Prompt] = field(default_factory=list)
@@ -80,21 +81,39 @@ def load_benchmark(
         "over_limit": len(chosen) - too_long - len(kept),
         "kept": len(kept),
     }
-    for_sweep: list[Prompt] = []
-    if cfg.sweep_path:
-        measured = [prompt.turns for prompt in kept]
-        form = cfg.sweep_format or cfg.format
-        apart = replace(cfg, path=cfg.sweep_path, format=form, ids="", first=0)
-        others = [prompt for prompt in select_prompts(apart) if prompt.turns not in measured]
-        if not others:
-            raise UserError(
-                f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
-                f"that are measured. Set it to a file with other prompts."
-            )
-        for_sweep, _ = _keep_fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
+    for_sweep, bad = _read_for_sweep(cfg, kept, tokenizer, max_length, max_new_tokens)
+    if bad:
+        counts["bad_sweep_records_skipped"] = bad
     return Benchmark(
         cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, for_sweep
     )
+
+
+def _read_for_sweep(
+    cfg: BenchmarkConfig,
+    measured: Sequence[Prompt],
+    tokenizer: Any,
+    max_length: int,
+    max_new_tokens: int,
+) -> tuple[list[Prompt], int]:
+    """Return the prompts of the sweep's file that are not measured, and its number of bad records.
+
+    Without such a file there are none. Raises UserError if it holds no other prompt.
+    """
+    if not cfg.sweep_path:
+        return [], 0
+    records, texts = Counts(), [prompt.turns for prompt in measured]
+    form = cfg.sweep_format or cfg.format
+    apart = replace(cfg, path=cfg.sweep_path, format=form, ids="", first=0)
+    swept = select_prompts(apart, counts=records)
+    others = [prompt for prompt in swept if prompt.turns not in texts]
+    if not others:
+        raise UserError(
+            f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(measured)} "
+            f"that are measured. Set it to a file with other prompts."
+        )
+    kept, _ = _keep_fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
+    return kept, records.skipped
 
 
 def spread(prompts: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:

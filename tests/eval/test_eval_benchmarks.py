@@ -51,6 +51,11 @@ def test_bad_records_are_counted(tmp_path):
     path.write_text(path.read_text() + '{"turns": []}\n[]\n')
     counts = load(path, limit=4).counts
     assert (counts["read"], counts["bad_records_skipped"], counts["kept"]) == (300, 2, 4)
+    assert "bad_sweep_records_skipped" not in counts, "control: there is no other file"
+    more = tiny.prompts(tmp_path / "more.jsonl", count=200)
+    more.write_text(more.read_text() + '{"turns": []}\n')
+    both = load(path, limit=4, sweep_path=str(more)).counts
+    assert both == {**counts, "bad_sweep_records_skipped": 1}
 
 
 def test_only_the_first_turn_is_read_by_default(tmp_path):

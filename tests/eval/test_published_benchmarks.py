@@ -126,10 +126,18 @@ def test_a_page_names_bad_records_and_the_file_of_checked_answers(wide: Path, tm
     path = tmp_path / "test.jsonl"
     lines = [json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(200)]
     path.write_text("\n".join(['{"question": "none?"}', *lines, "{"]))
-    given = ["benchmark=gsm8k", f"benchmark.path={path}", "max_prompts=2", "sweep=[]"]
-    composed: Any = compose_job("eval.run", EvalConfig, [*given, "num_draft_tokens=[2]"])
-    page = (measured(typed(composed, EvalConfig), wide, "bad") / "report.html").read_text()
+    other = tmp_path / "train.jsonl"
+    others = [json.dumps({"question": f"{n}, then?", "answer": f"#### {n}"}) for n in range(150)]
+    other.write_text("\n".join([*others, "[]"]))
+    given = ["benchmark=gsm8k", f"benchmark.path={path}", "max_prompts=2", "sweep=[1]"]
+    given += [f"benchmark.sweep_path={other}", "sweep_prompts=1", "num_draft_tokens=[2]"]
+    composed: Any = compose_job("eval.run", EvalConfig, given)
+    folder = measured(typed(composed, EvalConfig), wide, "bad")
+    page = (folder / "report.html").read_text()
     assert "test.jsonl: 200 read, 2 bad records skipped, 0 other category" in page
+    assert "2 kept, 1 bad sweep records skipped" in page
+    counts = json.loads((folder / "manifest.json").read_text())["metrics"]["prompts"]
+    assert (counts["bad_records_skipped"], counts["bad_sweep_records_skipped"]) == (2, 1)
     assert "parts.jsonl (part times), answers.jsonl (each answer&#39;s check)" in page
 
 
