@@ -40,6 +40,7 @@ class Benchmark:
     counts: dict[str, int]
     # prompts of the sweep's file; empty: the sweep takes some of `prompts`
     for_sweep: list[Prompt] = field(default_factory=list)
+    examples_hash: str = ""  # of the worked examples before each prompt; empty: none
 
 
 def load_benchmark(
@@ -84,9 +85,8 @@ def load_benchmark(
     for_sweep, bad = _read_for_sweep(cfg, kept, tokenizer, max_length, max_new_tokens)
     if bad:
         counts["bad_sweep_records_skipped"] = bad
-    return Benchmark(
-        cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, for_sweep
-    )
+    name, examples = cfg.name or Path(cfg.path).stem, _examples(cfg).hash
+    return Benchmark(name, kept, render, cfg.chat_template, counts, for_sweep, examples)
 
 
 def _read_for_sweep(
@@ -167,9 +167,7 @@ def select_prompts(
     prompts = read_problems(cfg.format, cfg.path, max_bad, counts)
     if cfg.ids:
         prompts = _select_ids(prompts, cfg)
-    shots = Shots()
-    if cfg.shots:
-        shots = read_shots(cfg.format, cfg.shots, cfg.num_shots, cfg.template)
+    shots = _examples(cfg)
     framed = cfg.render == "text" or bool(cfg.shots)
     selected = []
     for prompt in prompts[: cfg.first or None]:
@@ -186,6 +184,13 @@ def select_prompts(
         prompt = replace(prompt, turns=[shots.before(turns[0]), *turns[1:]])
         selected.append(_ending_at_the_frame(prompt, cfg.template if framed else TURN))
     return selected
+
+
+def _examples(cfg: BenchmarkConfig) -> Shots:
+    """Return the worked examples before each prompt."""
+    if not cfg.shots:
+        return Shots()
+    return read_shots(cfg.format, cfg.shots, cfg.num_shots, cfg.template)
 
 
 def _ending_at_the_frame(prompt: Prompt, template: str) -> Prompt:

@@ -173,7 +173,7 @@ def load(cfg: EvalConfig) -> Loaded:
         target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats
     )
     shapes = shapes_of(folder, target, mappings, drafters)
-    run = run_facts(cfg, target, benchmark.name, device)
+    run = run_facts(cfg, target, benchmark, device)
     return Loaded(bench, run, facts, prompt_files[0], inputs, shapes, folders)
 
 
@@ -248,7 +248,7 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
         ) from error
 
 
-def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
+def run_facts(cfg: EvalConfig, target: Target, benchmark: Benchmark, device: str) -> RunFacts:
     """Return the facts that all rows of the run share."""
     machine = hardware()
     embedded = cfg.target.path.startswith(EMBEDDED)
@@ -256,7 +256,8 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         target=cfg.target.path.replace(":", " ") if embedded else target.name,
         target_layers=target.num_layers,
         target_parameters=target.num_parameters,
-        benchmark=benchmark,
+        benchmark=benchmark.name,
+        examples_hash=benchmark.examples_hash,
         backend=target.backend,
         dtype=precision(target),
         device=device,

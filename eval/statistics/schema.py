@@ -87,6 +87,7 @@ class RunFacts:
     bootstrap_resamples: int
     shards: int = 1
     shards_per_device: int = 1
+    examples_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,8 @@ class Row:
     shards: int = 1
     shards_per_device: int = 1
     tree_nodes: int = 0  # maximum number of nodes of its tree; 0: a chain, or not recorded
+    # hash of the worked examples before each prompt; empty: none, or not recorded
+    examples_hash: str = ""
 
     @property
     def condition(self) -> Condition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 
 from decoding.errors import UserError
 from eval.tasks.forms import Problem, read_problems
@@ -17,6 +18,11 @@ class Shots:
 
     questions: frozenset[str] = frozenset()
     text: str = ""
+
+    @property
+    def hash(self) -> str:
+        """Hash of the text; empty without examples."""
+        return sha256(self.text.encode()).hexdigest() if self.text else ""
 
     def before(self, turn: str) -> str:
         """Return a framed question after the worked examples."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,31 @@ def test_bad_records_are_counted(tmp_path):
     more.write_text(more.read_text() + '{"turns": []}\n')
     both = load(path, limit=4, sweep_path=str(more)).counts
     assert both == {**counts, "bad_sweep_records_skipped": 1}
+
+
+def test_worked_examples_have_a_hash_of_their_text(tmp_path):
+    def examples(name: str, answers: list[str]) -> str:
+        file = tmp_path / name
+        solved = ({"question": f"{n}?", "answer": f"#### {a}"} for n, a in enumerate(answers))
+        file.write_text("".join(json.dumps(one) + "\n" for one in solved))
+        return str(file)
+
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"question": "And?", "answer": "#### 9"}) + "\n")
+    ours = examples("ours.jsonl", ["1", "2", "3"])
+    given = {"format": "gsm8k", "render": "text"}
+    found = load(path, shots=ours, num_shots=2, **given)
+    before = found.prompts[0].turns[0].removesuffix("And?")
+    assert found.examples_hash == sha256(before.encode()).hexdigest()
+    copied = examples("copied.jsonl", ["1", "2", "4"])  # the third one is not taken
+    assert load(path, shots=copied, num_shots=2, **given).examples_hash == found.examples_hash
+    others = {
+        load(path, shots=examples("theirs.jsonl", ["1", "5"]), num_shots=2, **given).examples_hash,
+        load(path, shots=ours, num_shots=3, **given).examples_hash,
+        load(path, shots=ours, num_shots=2, template="Q: {turn}", **given).examples_hash,
+    }
+    assert len(others | {found.examples_hash}) == 4
+    assert load(path, **given).examples_hash == "", "a control: no examples"
 
 
 def test_only_the_first_turn_is_read_by_default(tmp_path):

@@ -68,6 +68,28 @@ def test_weights_and_prompts_of_one_name_are_separated_by_hash(runs, tmp_path):
     assert "greedy, prompts bbbbbbbb" in [panel.label for panel in panels(three(runs)[0], prompts)]
 
 
+def test_other_worked_examples_are_another_workload(tmp_path):
+    """Compare runs of one name and one file of prompts, after other worked examples."""
+    ours, theirs, again = (
+        simulated_runs.write(
+            tmp_path / name, drafters, benchmark="GSM8K, 8-shot", examples_hash=letter * 64
+        )
+        for name, drafters, letter in (
+            *(("ours", DEEP, "a"), ("theirs", SHALLOW, "b")),
+            ("again", DEEP, "b"),
+        )
+    )
+    apart = panels(ours, theirs)
+    labels = [panel.label for panel in apart if panel.workload.temperature == 0]
+    assert labels == ["greedy, examples aaaaaaaa", "greedy, examples bbbbbbbb"]
+    assert all(len({entry.run for entry in panel.entries}) == 1 for panel in apart)
+    together = panels(theirs, again)
+    assert len(together) == len(apart) / 2, "a control: the same examples"
+    assert {entry.run for entry in together[0].entries} == {"theirs", "again"}
+    earlier = simulated_runs.write(tmp_path / "earlier", DEEP, benchmark="GSM8K, 8-shot")
+    assert "greedy, examples not recorded" in [panel.label for panel in panels(theirs, earlier)]
+
+
 def test_headlines_exclude_loops_unless_all_prompts_are_requested(runs):
     (greedy, _), (everything, _) = panels(three(runs)[0]), panels(three(runs)[0], prompts="all")
     entry, other = greedy.entries[0], everything.entries[0]

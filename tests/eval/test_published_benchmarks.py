@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,9 @@ def test_a_page_names_bad_records_and_the_file_of_checked_answers(wide: Path, tm
     other.write_text("\n".join([*others, "[]"]))
     given = ["benchmark=gsm8k", f"benchmark.path={path}", "max_prompts=2", "sweep=[1]"]
     given += [f"benchmark.sweep_path={other}", "sweep_prompts=1", "num_draft_tokens=[2]"]
+    solved = tmp_path / "solved.jsonl"
+    solved.write_text(json.dumps({"question": "One?", "answer": "#### 1"}) + "\n")
+    given += [f"benchmark.shots={solved}", "benchmark.num_shots=1"]
     composed: Any = compose_job("eval.run", EvalConfig, given)
     folder = measured(typed(composed, EvalConfig), wide, "bad")
     page = (folder / "report.html").read_text()
@@ -138,6 +142,8 @@ def test_a_page_names_bad_records_and_the_file_of_checked_answers(wide: Path, tm
     assert "2 kept, 1 bad sweep records skipped" in page
     counts = json.loads((folder / "manifest.json").read_text())["metrics"]["prompts"]
     assert (counts["bad_records_skipped"], counts["bad_sweep_records_skipped"]) == (2, 1)
+    rows = read_rows(folder / "results.jsonl")
+    assert {row.examples_hash for row in rows} == {sha256(b"One? #### 1\n\n").hexdigest()}
     assert "parts.jsonl (part times), answers.jsonl (each answer&#39;s check)" in page
 
 

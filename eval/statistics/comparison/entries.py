@@ -41,6 +41,7 @@ class Workload:
 
     benchmark: str
     prompts_hash: str
+    examples_hash: str
     temperature: float
     batch_size: int
     verify: str

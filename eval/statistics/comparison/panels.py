@@ -120,7 +120,7 @@ def _describe(name: str, value: Any) -> str:
     if name in ("target", "benchmark", "hardware", "device", "dtype", "execution"):
         return str(value)
     if name.endswith("_hash"):
-        return f"{name.removesuffix('_hash')} {value[:8]}"
+        return f"{name.removesuffix('_hash')} {value[:8] or 'not recorded'}"
     return f"{name.replace('_', ' ')} {value}"
 
 
