@@ -1,4 +1,4 @@
-"""Both servers as jobs, each in a process of its own: many connections, few files, signals."""
+"""Both servers as jobs, in processes of their own: many connections, few files, signals."""
 
 import resource
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
+from scripts.server_process import run_server
 from tests.support.idle_connections import is_open, open_idle, wait_until_closed
-from tests.support.server_jobs import run_server
+from tests.support.server_jobs import fork_server
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +44,7 @@ def test_ten_thousand_idle_connections(module: str) -> None:
         pytest.skip(f"needs {MANY + 200:,} open files, this system allows {hard:,}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with run_server(module, "target.max_length=128", "idle_seconds=40") as job:
+        with fork_server(module, "target.max_length=128", "idle_seconds=20") as job:
             with open_idle(job.url, MANY) as idle:
                 assert JOBS[module](job.url)
                 assert is_open(idle[0]) and is_open(idle[-1]), "control: all are open at once"
@@ -58,7 +59,7 @@ def test_ten_thousand_idle_connections(module: str) -> None:
 
 
 def test_more_connections_than_open_files_wait(module: str) -> None:
-    with run_server(module, "target.max_length=128", "idle_seconds=3", files=FEW) as job:
+    with fork_server(module, "target.max_length=128", "idle_seconds=3", files=FEW) as job:
         assert JOBS[module](job.url)
         with open_idle(job.url, 2 * FEW) as idle:
             assert JOBS[module](job.url), "once idle ones are closed"

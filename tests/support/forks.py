@@ -64,6 +64,11 @@ class Fork:
             raise subprocess.TimeoutExpired(str(self._process), timeout)
         return self._process.exitcode
 
+    def printed(self) -> str:
+        """Return what the process has written to stdout so far."""
+        file = self._output / "stdout"
+        return file.read_text() if file.exists() else ""
+
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """Wait for the end and return what the process wrote to stdout and to stderr."""
         self.wait(timeout)

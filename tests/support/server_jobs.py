@@ -1,19 +1,45 @@
-"""Jobs that serve HTTP with few open files, each in a process of its own."""
+"""Jobs that serve HTTP in forked processes, which begin after their imports."""
 
+import re
 import resource
-from contextlib import AbstractContextManager
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from scripts import server_process
-from scripts.server_process import ServerProcess
+from tests.support.forks import Fork
 
 
-def run_server(module: str, *words: str, files: int = 0) -> AbstractContextManager[ServerProcess]:
-    """Run `python -m module words` on a free port until the block ends.
+@dataclass
+class ForkedServer:
+    """A running job and its address."""
+
+    process: Fork
+    url: str
+
+    def end(self) -> tuple[int, str]:
+        """End the job by SIGTERM; return its exit status and all that it printed."""
+        self.process.send_signal(signal.SIGTERM)
+        printed = "".join(self.process.communicate(60))
+        assert self.process.returncode is not None
+        return self.process.returncode, printed
+
+
+@contextmanager
+def fork_server(module: str, *words: str, files: int = 0) -> Iterator[ForkedServer]:
+    """Run a job on a free port until the block ends, as `scripts.server_process.run_server` does.
 
     files: the process may have this many open files; 0: as many as this one.
     """
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-
-    return server_process.run_server(module, *words, before=limit if files else None)
+    process = Fork(module, *words, "port=0")
+    try:
+        if files:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
+        while not (found := re.search(r"http://[\w.:\[\]-]+:\d+", process.printed())):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        yield ForkedServer(process, found[0])
+    finally:
+        process.terminate()
+        process.wait()
