@@ -108,6 +108,7 @@ def test_the_records_of_a_real_engine_are_read(home: Path, tmp_path: Path) -> No
         num_draft_tokens=[4],
         max_new_tokens=24,
         max_prompts=12,
+        prompt_lookup_control=False,
     )
     found = diagnose(
         Subject(doctor_config(tmp_path, home / "drafter", engine_run=str(run(config))))
