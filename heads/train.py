@@ -13,7 +13,7 @@ from typing import Any
 from decoding.errors import UserError
 from heads.registry import find_kind, kind_of, read_mapping
 from jobs.composing import CONF, search_folders
-from jobs.job import job_main
+from jobs.job import exit_on_errors, job_main
 from jobs.stages import ON_FILE
 from training.heads.config import HeadJobConfig
 from training.heads.train import train_head
@@ -59,7 +59,7 @@ def find_kind_name(arguments: Sequence[str]) -> str:
     """Return the name of the kind of head that a command line asks for, or the default name.
 
     An unknown preset gives the default too, since composing reports the error. Raises UserError for
-    an unknown kind.
+    an unknown kind, and for a sweep over presets of several kinds.
     """
     if ON_FILE in arguments[:-1]:
         name = str(read_mapping(Path(arguments[arguments.index(ON_FILE) + 1])).get("kind"))
@@ -67,7 +67,15 @@ def find_kind_name(arguments: Sequence[str]) -> str:
     given = dict(argument.partition("=")[::2] for argument in arguments if "=" in argument)
     folders = (CONF, *search_folders(arguments))
     preset = given.get("head") or _of_experiment(given.get("+experiment", ""), folders)
-    return find_kind(preset, folders) or DEFAULT_KIND
+    kinds = {one: find_kind(one, folders) for one in preset.split(",")}
+    if len({*kinds.values()} - {""}) > 1:
+        named = ", ".join(f"{one} ({kind})" for one, kind in kinds.items() if kind)
+        raise UserError(
+            f"head={preset} sweeps over several kinds of heads, {named}, whose options differ. "
+            f"Train each with a command of its own, or all in a stage of an experiment, as "
+            f"conf/experiment/every_head.yaml does."
+        )
+    return next(filter(None, kinds.values()), DEFAULT_KIND)
 
 
 def _of_experiment(name: str, folders: Iterable[Path]) -> str:
@@ -80,4 +88,4 @@ def _of_experiment(name: str, folders: Iterable[Path]) -> str:
 
 
 if __name__ == "__main__":
-    job_main("heads.train", schema_for(sys.argv[1:]), run, check_stages)
+    exit_on_errors(lambda: job_main("heads.train", schema_for(sys.argv[1:]), run, check_stages))

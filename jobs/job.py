@@ -57,7 +57,7 @@ def job_main(
     """
     # A rank that waits in native code for another rank never raises the exception of SIGTERM.
     with raise_on_signals(by_sigterm=not ranks.is_rank()):
-        _exit_on_errors(lambda: _command(job, schema, function, check))
+        exit_on_errors(lambda: _command(job, schema, function, check))
 
 
 def _command(
@@ -287,7 +287,8 @@ def _only_overrides(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
 
-def _exit_on_errors(action: Callable[[], Any]) -> Any:
+def exit_on_errors(action: Callable[[], Any]) -> Any:
+    """Call `action` and return its result; print a UserError or an interrupt, and exit."""
     try:
         return action()
     except UserError as error:

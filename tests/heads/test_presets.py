@@ -157,6 +157,14 @@ def test_an_experiment_of_the_search_path_may_choose_one_of_its_presets(tmp_path
         check_arguments(["+experiment=none", found], "heads.train", schema_for([found]))
 
 
+def test_a_sweep_is_over_presets_of_one_kind():
+    assert find_kind_name(["-m", "head=dflash,dspark,domino"]) == "block"
+    with pytest.raises(
+        UserError, match=r"several kinds of heads, medusa \(medusa\), dflash \(block"
+    ):
+        find_kind_name(["-m", "head=medusa,dflash"])
+
+
 @pytest.mark.long
 def test_a_command_passes_its_search_path_to_sweeps_and_stages(tiny_target: Path, tmp_path: Path):
     """Check a sweep over an experiment with a stage: three processes, one after another."""

@@ -30,7 +30,7 @@ from jobs import stages
 from jobs.amounts import PLANNED, add_planned_seconds, collect_planned_seconds
 from jobs.config import JobConfig, plain, typed, valid_keys
 from jobs.help import field_docs, print_help
-from jobs.job import CONF, _exit_on_errors, check_arguments, register, run_typed
+from jobs.job import CONF, check_arguments, exit_on_errors, register, run_typed
 from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
 from serving.api.config import ApiConfig
@@ -270,7 +270,7 @@ def test_a_signal_outside_of_the_loop_has_no_traceback(capsys: pytest.CaptureFix
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stop:
-        _exit_on_errors(interrupted)
+        exit_on_errors(interrupted)
     assert stop.value.code == 130
     assert "Run the same command to continue" in capsys.readouterr().err
 
