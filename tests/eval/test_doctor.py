@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from tests.support.examinations import (
     healthy,
     training_run,
 )
+from tests.support.forks import succeed
 from training.heads.checkpoint import save_head
 
 STEPS = 25  # of further training
@@ -312,8 +311,5 @@ def test_the_job_writes_its_page_and_shows_it_again(
 def test_the_command_takes_the_folder_of_a_drafter(tmp_path: Path) -> None:
     """Check the command line, where a word after drafter= would name a file of conf/drafter."""
     words = [f"drafter={tmp_path}", "dry_run=true", f"output_dir={tmp_path}/run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.doctor", *words], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"would decode 32 prompts of embedded:prompts with {tmp_path} on" in done.stdout
+    printed = succeed("eval.doctor", *words)
+    assert f"would decode 32 prompts of embedded:prompts with {tmp_path} on" in printed
