@@ -340,18 +340,19 @@ def test_a_finished_run_shows_its_engines_again_and_an_interrupted_one_continues
 
 
 @pytest.mark.long
-def test_an_engine_can_decode_a_file_of_its_own(engine_home):
+def test_an_engine_can_decode_a_file_of_its_own(engine_home, with_hf):
     """Name it beside the figures, whose texts differ from those of the target itself."""
-    given = {"engine_target": {"hf": str(engine_home / "noisy")}}
+    own = {"engine_target": {"hf": str(engine_home / "noisy")}}
+    nothing = {"drafters": [], "prompt_lookup_control": False}
     found = {}
-    for name, more in (("own", given), ("control", {})):
-        cfg = engine_config(engine_home, name, prompt_lookup_control=False, **more)
-        run(cfg)
-        rows = read_all_rows(Path(cfg.output_dir) / "results.jsonl")[1]
-        [found[name], _] = [row for row in rows if row.engine == "hf"]
-        page = (Path(cfg.output_dir) / "report.html").read_text()
-        assert ("it decodes noisy, another model" in page) == (name == "own")
-    assert found["control"].lossless == "equal" and found["own"].lossless != "equal"
+    for folder in (run(engine_config(engine_home, "own", **nothing, **own)), with_hf):
+        rows = read_all_rows(folder / "results.jsonl")[1]
+        [found[folder.name]] = [
+            row for row in rows if (row.engine, row.method) == ("hf", "autoregressive")
+        ]
+        page = (folder / "report.html").read_text()
+        assert ("it decodes noisy, another model" in page) == (folder.name == "own")
+    assert found["with_hf"].lossless == "equal" and found["own"].lossless != "equal"
     assert found["own"].backend.endswith(", noisy")
 
 
