@@ -1,8 +1,6 @@
 """`eval.replay` as a job: equality with eval.run, its files, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,13 @@ import pytest
 from decoding.errors import UserError
 from eval.analyze import Analyzed, lines, read
 from eval.config import BenchmarkConfig, ReplayConfig
-from eval.measure import parts
 from eval.replay import ROWS, read_rows, run
 from eval.report.plots import Plot
 from eval.run import run as evaluate
 from eval.statistics.schema import read_rows as read_evaluation
 from jobs.config import TargetConfig
 from tests.support import tiny_folders as tiny
+from tests.support.forks import succeed
 
 
 def config(home: Path, name: str, **changes: Any) -> ReplayConfig:
@@ -58,7 +56,6 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parts, "COST_WINDOWS", 1)  # times do not matter here
         patched.setattr(Plot, "svg", "")
         patched.setattr(Plot, "png", b"")
         evaluate(asked)
@@ -296,13 +293,8 @@ def test_a_dry_run_writes_nothing(evaluated: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.long
 def test_both_jobs_run_from_the_command_line(evaluated: Path) -> None:
-    def output(*command: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", *command], capture_output=True, text=True, check=True
-        ).stdout
-
     folder = evaluated / "command"
-    printed = output(
+    printed = succeed(
         "eval.replay",
         f"log={evaluated / 'evaluated'}",
         f"target.path={evaluated / 'target'}",
@@ -310,7 +302,7 @@ def test_both_jobs_run_from_the_command_line(evaluated: Path) -> None:
         f"output_dir={folder}",
     )
     assert "pays below c" in printed
-    assert "Average tokens matched per dataset:" in output("eval.analyze", f"path={folder}")
+    assert "Average tokens matched per dataset:" in succeed("eval.analyze", f"path={folder}")
 
 
 # eval.analyze --------------------------------------------------------------------------------

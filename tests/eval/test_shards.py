@@ -19,6 +19,7 @@ from eval.measure.shards import FOLDER, Shard
 from eval.run import run
 from eval.statistics.schema import read_rows
 from tests.support import tiny_folders as tiny
+from tests.support.forks import forked_children
 from tests.support.tiny_folders import config
 
 
@@ -42,7 +43,8 @@ def alone(homes: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(homes: Path) -> Path:
-    return run(settings(homes, "shared", num_draft_tokens=[2], shards=2))
+    with forked_children():
+        return run(settings(homes, "shared", num_draft_tokens=[2], shards=2))
 
 
 def texts(folder: Path) -> Counter[tuple[Any, ...]]:

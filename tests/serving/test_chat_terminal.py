@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job import CONF
+from tests.support.forks import run_forked
 
 
 class Terminal:
@@ -173,12 +174,7 @@ def test_a_chat_without_a_terminal_reads_lines_and_has_no_colours(tiny_target: P
 
 @pytest.mark.long
 def test_an_error_of_the_command_line_is_one_line(tiny_target: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "recurrent_drafting.cmd.generate", "--hf_lm", str(tiny_target)],
-        capture_output=True,
-        text=True,
-        cwd=CONF.parent,
-    )
+    done = run_forked("recurrent_drafting.cmd.generate", "--hf_lm", str(tiny_target))
     assert done.returncode == 2
     assert (
         done.stderr

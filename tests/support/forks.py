@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,24 @@ def _run(module: str, arguments: Sequence[str], environment: dict[str, str]) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the server imported the module
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Fork the ranks and stages of jobs that run in this process, as those of forked jobs are."""
+    real, Children.start = Children.start, _start_by_server  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Children.start = real  # type: ignore[method-assign]
+
+
+def _start_by_server(
+    children: Children, command: list[str], environment: dict[str, str] | None = None
+) -> None:
+    _, _, module, *arguments = command  # python -m module arguments
+    child: Any = Fork(module, *arguments, environment=environment)
+    children.processes.append(child)
 
 
 def _start(
