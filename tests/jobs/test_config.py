@@ -238,6 +238,15 @@ def test_a_saved_configuration_loads_equal(tmp_path: Path):
     assert plain(typed(again, TrainConfig)) == plain(config)
 
 
+def test_a_changed_configuration_changes_no_later_one():
+    found = composed("distill.train", "output_dir=/run")
+    before, changed = (typed(found, TrainConfig) for _ in range(2))
+    changed.loop.max_steps += 1
+    changed.stages.append("eval.run")
+    changed.stage_overrides["eval.run"] = ["seed=1"]
+    assert plain(typed(found, TrainConfig)) == plain(before) != plain(changed)
+
+
 def test_the_error_for_invalid_yaml_names_the_experiment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
