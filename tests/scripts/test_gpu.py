@@ -54,21 +54,23 @@ class Without(importlib.machinery.PathFinder):
         return None if name.split(".")[0] in cls.names else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
-FILES = set(json.loads(os.environ["FILES"]))
-ran = {name: set() for name in FILES}
+ran = {name: set() for name in json.loads(os.environ["FILES"])}
 
-def trace(frame, event, arg):
-    file = frame.f_code.co_filename
-    name = file[len(root) + 1:] if file and file.startswith(root) else ""
-    if name not in FILES:
-        return None
+def tracer(lines):
     def line(frame, event, arg):
-        ran[name].add(frame.f_lineno)
+        lines.add(frame.f_lineno)
         return line
-    return line(frame, event, arg)
+    return line
 
-sys.settrace(trace)
+tracers = {f"{root}/{name}": tracer(lines) for name, lines in ran.items()}
+
+def trace(frame, event, arg, tracer_of=tracers.get):
+    line = tracer_of(frame.f_code.co_filename)
+    return line and line(frame, event, arg)
+
 import torch
+import transformers.models.llama.modeling_llama
+sys.settrace(trace)
 from decoding import devices
 from scripts.bench import gpu, gpu_exact, gpu_decode, random_models
 from training.models.shapes import parameter_counts

@@ -22,6 +22,7 @@ from scripts.bench.load_figures import left_out, percentiles, plots, summary, wh
 from scripts.bench.load_requests import Answered, arrivals
 from scripts.bench.vllm_file import KEY
 from scripts.server_process import run_server
+from tests.support.server_jobs import fork_server
 
 TABLE = [[1, 2, 4], [3, 8, 0]]
 SERVERS = ["plain", "prompt_lookup", "prompt_lookup by batch", "suffixes", "suffixes by batch"]
@@ -194,6 +195,7 @@ def test_a_folder_is_named_by_its_card_or_its_last_part(tmp_path: Path) -> None:
 def test_a_toy_run(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run servers of two drafters beside one without, and one more server; check what is saved."""
     monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(script, "run_server", fork_server)
     options = {
         "target": tiny_target,
         "drafters": "[prompt_lookup,{use: suffix_lookup, min_match: 2, name: suffixes}]",
