@@ -80,12 +80,16 @@ def other_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(layer + (1 if 0 in layers else -1) for layer in layers)
 
 
-@cache
 def answers(tokens: int) -> list[Sample]:
     """Return PROMPTS with the target's greedy answers of so many tokens, which are supervised."""
+    return _answers(tokens, tuple(map(tuple, PROMPTS)))
+
+
+@cache
+def _answers(tokens: int, prompts: tuple[tuple[int, ...], ...]) -> list[Sample]:
     settings = Settings(tokens, num_draft_tokens=GAMMA)
     samples = []
-    for prompt, done in zip(PROMPTS, decode(native(_target()), None, PROMPTS, settings)):
+    for prompt, done in zip(prompts, decode(native(_target()), None, prompts, settings)):
         ids = np.asarray([*prompt, *done.tokens], dtype=np.int32)
         samples.append(Sample(ids, np.arange(len(ids)) >= len(prompt)))
     return samples
