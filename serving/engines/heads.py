@@ -1,8 +1,8 @@
 """Which trained heads vLLM runs, by which of its methods, and which it refuses or reads otherwise.
 
-It also runs small models that draft in one pass (PARD), by form: no test here has run one. vLLM
-drafts a chain of each head's likeliest tokens. It numbers the layers that EAGLE-3 reads as
-this project does, and those of DFlash by their outputs, as their config.json has both. It joins
+It also runs small models that draft in one pass (PARD); `tests/serving/test_vllm_load.py` serves
+one. vLLM drafts a chain of each head's likeliest tokens. It numbers the layers that EAGLE-3 reads
+as this project does, and those of DFlash by their outputs, as their config.json has both. It joins
 their states in the order of the layers, whatever the order in config.json. Its own words are those
 of vLLM 0.32.0 for CPUs.
 """
