@@ -1,4 +1,4 @@
-"""Structure of the packages: few entries in a folder and short chains of imports.
+"""Structure of the packages: few entries in a folder and short chains of imports; the nightly run.
 
 The layers are contracts of import-linter (pyproject.toml).
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_ENTRIES = MOST_IN_A_CHAIN = 16
@@ -54,3 +55,13 @@ def test_control_a_longer_chain_is_found():
     for importer, imported in (("a", "b"), ("b", "c"), ("a", "c"), ("d", "a")):
         graph.add_import(importer=importer, imported=imported)
     assert longest_chain(graph) == ["d", "a", "b", "c"]
+
+
+def test_the_long_tests_run_every_night():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    [time] = workflow[True]["schedule"]  # YAML 1.1 reads the key `on` as true
+    minute, hour, *days = time["cron"].split()
+    assert minute.isdigit() and hour.isdigit() and days == ["*", "*", "*"]
+    [job] = workflow["jobs"].values()
+    assert job["runs-on"].startswith("ubuntu") and 60 < job["timeout-minutes"] <= 360
+    assert job["steps"][-1]["run"].endswith("./scripts/test.sh --all")
