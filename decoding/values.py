@@ -3,6 +3,7 @@
 A bool is neither an int nor a float here, and NaN and infinity are never valid.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -168,4 +169,17 @@ def quote(value: Any) -> str:
     except ValueError:  # an int of more digits than Python prints
         is_long = isinstance(value, int)
         text = f"a number of {value.bit_length()} bits" if is_long else f"a {type(value).__name__}"
+    return _cut(text)
+
+
+def quote_json(value: Any) -> str:
+    """Return a value of a JSON text as JSON for a message, cut to `MAX_QUOTED` characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return _cut(text.encode(errors="backslashreplace").decode())  # half a surrogate pair as \udXXX
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."

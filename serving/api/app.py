@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from decoding.engine import Engine, text_of
-from decoding.values import quote
+from decoding.values import quote_json
 from serving.api.answers import Answer, ChoiceText
 from serving.api.bodies import BODY_SECONDS, drop, read_object
 from serving.api.errors import RequestError
@@ -89,7 +89,8 @@ class Api:
         name = request.path_params["name"]
         if name != self.limits.model:
             raise RequestError(
-                f"the model {quote(name)} does not exist here, expected '{self.limits.model}'.",
+                f"the model {quote_json(name)} does not exist here, expected "
+                f'"{self.limits.model}".',
                 status=404,
                 code="model_not_found",
                 param="model",

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from decoding.errors import without_stop
+from decoding.values import quote_json
 from serving.api.errors import RequestError
 
 BODY_SECONDS = 60.0  # longest time in which a body arrives
@@ -96,9 +97,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # a number with more digits than Python reads
         raise RequestError(f"the body is not valid JSON: {without_stop(error)}.") from error
     if not isinstance(found, dict):
-        raise RequestError(
-            f"the body is a JSON {type(found).__name__}, expected an object in braces."
-        )
+        raise RequestError(f"the body is {quote_json(found)}, expected a JSON object in braces.")
     return found
 
 

@@ -10,7 +10,7 @@ from decoding.errors import UserError
 from decoding.models.text.messages import check_messages, check_text
 from decoding.rounds.settings import Settings
 from decoding.sessions.open_batch import Request
-from decoding.values import RULES, ValueRule, check_value, is_int, is_text, quote, whole_number
+from decoding.values import RULES, ValueRule, is_int, is_text, quote_json, whole_number
 from serving.api.errors import RequestError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -109,8 +109,8 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits) -> Asked:
     _check_fields(path, body)
     if body.get("model") != limits.model:
         raise RequestError(
-            f"the model {quote(body.get('model'))} does not exist here, expected "
-            f"'{limits.model}', the only one of this server.",
+            f"the model {quote_json(body.get('model'))} does not exist here, expected "
+            f'"{limits.model}", the only one of this server.',
             status=404,
             code="model_not_found",
             param="model",
@@ -148,13 +148,13 @@ def _check_fields(path: str, body: Mapping[str, Any]) -> None:
             if _asks_for_nothing(name, value):
                 continue
             raise RequestError(
-                f"{name} is {quote(value)}, which this server does not support. Leave it out.",
+                f"{name} is {quote_json(value)}, which this server does not support. Leave it out.",
                 code="unsupported_parameter",
                 param=name,
             )
         nearest = get_close_matches(name[:LONGEST_NAME], known, n=1, cutoff=0.0)[0]
         raise RequestError(
-            f"the field {quote(name)} is unknown; the nearest is '{nearest}'. Use one of "
+            f'the field {quote_json(name)} is unknown; the nearest is "{nearest}". Use one of '
             f"{', '.join(sorted(known))}.",
             code="unknown_parameter",
             param=name,
@@ -200,8 +200,8 @@ def _check_stop_tokens(ids: Any, limits: Limits) -> None:
     known = limits.settings.stop_token_ids
     if ids is not None and not (isinstance(ids, list) and all(one in known for one in ids)):
         raise RequestError(
-            f"stop_token_ids is {quote(ids)}, expected some of {list(known)}, the ends of a text "
-            f"of this server. Use stop for strings.",
+            f"stop_token_ids is {quote_json(ids)}, expected some of {list(known)}, the ends of a "
+            f"text of this server. Use stop for strings.",
             code="unsupported_parameter",
             param="stop_token_ids",
         )
@@ -214,14 +214,14 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
         return False
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise RequestError(
-            f'stream_options is {quote(options)}, expected {{"include_usage": true}}.',
+            f'stream_options is {quote_json(options)}, expected {{"include_usage": true}}.',
             param="stream_options",
         )
     if not stream:
         raise RequestError("stream_options needs stream=true.", param="stream_options")
     if _value(options, "include_obfuscation", False, SWITCH):
         raise RequestError(
-            "stream_options.include_obfuscation is True, which this server does not support. Leave "
+            "stream_options.include_obfuscation is true, which this server does not support. Leave "
             "it out, or set it to false.",
             code="unsupported_parameter",
             param="stream_options",
@@ -239,10 +239,8 @@ def _value(body: Mapping[str, Any], name: str, default: Any, rule: ValueRule) ->
 
 
 def _check(name: str, value: Any, rule: ValueRule) -> None:
-    try:
-        check_value(name, value, rule)
-    except UserError as error:
-        raise RequestError(str(error), param=name) from error
+    if not rule.fits(value):
+        raise RequestError(f"{name} is {quote_json(value)}, expected {rule.expected}.", param=name)
 
 
 def _chat(body: Mapping[str, Any], limits: Limits) -> list[int]:
@@ -250,7 +248,7 @@ def _chat(body: Mapping[str, Any], limits: Limits) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(
-            f"messages is {quote(messages)}, expected a list of messages such as "
+            f"messages is {quote_json(messages)}, expected a list of messages such as "
             f'{{"role": "user", "content": "..."}}.',
             param="messages",
         )
@@ -262,7 +260,7 @@ def _chat(body: Mapping[str, Any], limits: Limits) -> list[int]:
             param="messages",
         )
     try:
-        text = limits.render(check_messages([_plain(message) for message in messages]))
+        text = limits.render(check_messages([_plain(one) for one in messages], quote_json))
     except UserError as error:
         raise RequestError(str(error), param="messages") from error
     _check_characters(text, "messages", limits)
@@ -279,8 +277,8 @@ def _plain(message: Any) -> Any:
         kinds = {part.get("type") for part in content if isinstance(part, dict)}
         if kinds != {"text"} or len(texts) < len(content):
             raise RequestError(
-                f"a message has the content {quote(content)}, expected a string or parts of the "
-                f"type text; this server reads text alone.",
+                f"a message has the content {quote_json(content)}, expected a string or parts of "
+                f"the type text; this server reads text alone.",
                 code="unsupported_parameter",
                 param="messages",
             )
@@ -296,7 +294,7 @@ def _texts(body: Mapping[str, Any], limits: Limits) -> Sequence[Any]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(
-            f"prompt is {quote(prompt)}, expected a text, token ids, or a list of either.",
+            f"prompt is {quote_json(prompt)}, expected a text, token ids, or a list of either.",
             param="prompt",
         )
     if len(prompt) > limits.max_choices:
@@ -320,7 +318,7 @@ def _encoded(prompt: Any, limits: Limits) -> list[int]:
     wrong = [one for one in ids if not is_int(one) or not 0 <= one < limits.vocab_size]
     if wrong:
         raise RequestError(
-            f"prompt holds {quote(wrong[0])}, expected a text, or token ids from 0 to "
+            f"prompt holds {quote_json(wrong[0])}, expected a text, or token ids from 0 to "
             f"{limits.vocab_size - 1}.",
             param="prompt",
         )

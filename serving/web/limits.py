@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from decoding.values import is_int, quote
+from decoding.values import is_int, quote_json
 from serving.api.bodies import BODY_SECONDS, DRAIN_SECONDS, parse_object
 from serving.api.errors import RequestError
 
@@ -134,10 +134,11 @@ def wrong_call(path: str, body: bytes, inputs: Mapping[int, int]) -> Refusal:
     number: Any = call.get("fn_index")
     data, session = call.get("data"), call.get("session_hash")
     if not is_int(number) or number not in inputs:
-        return 400, f"fn_index is {quote(number)}, expected one of {', '.join(map(str, inputs))}."
+        expected = f"expected one of {', '.join(map(str, inputs))}"
+        return 400, f"fn_index is {quote_json(number)}, {expected}."
     if not isinstance(data, list) or len(data) != inputs[number]:
-        return 400, f"data is {quote(data)}, expected a list of {inputs[number]} values."
+        return 400, f"data is {quote_json(data)}, expected a list of {inputs[number]} values."
     if not isinstance(session, str) or not 0 < len(session) <= LONGEST_SESSION:
         expected = f"expected 1 to {LONGEST_SESSION} characters"
-        return 400, f"session_hash is {quote(session)}, {expected}."
+        return 400, f"session_hash is {quote_json(session)}, {expected}."
     return None

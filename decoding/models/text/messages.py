@@ -1,7 +1,7 @@
 """Prompts (strings, chats or token ids), their checks and their encoding."""
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -76,20 +76,25 @@ def check_text(text: str, where: str) -> None:
         )
 
 
-def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """Return the messages as dicts; raise UserError for one that is not a valid message."""
+def check_messages(
+    messages: Sequence[Any], quote: Callable[[Any], str] = quote
+) -> list[dict[str, str]]:
+    """Return the messages as dicts; raise UserError for one that is not a valid message.
+
+    quote: returns a value as the error's text shows it.
+    """
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{where} is {quote(message)}, expected a mapping such as {{'role': 'user', "
-                f"'content': '...'}}."
+                f'{where} is {quote(message)}, expected a mapping such as {{"role": "user", '
+                f'"content": "..."}}.'
             )
         for key in ("role", "content"):
             if key not in message:
                 raise UserError(
                     f"{where} has no {key} (found {quote(sorted(map(str, message)))}), expected "
-                    f"'role' and 'content'."
+                    f"role and content."
                 )
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
