@@ -19,7 +19,7 @@ LARGEST_SEED_OF_OURS = 2**31 - 1  # of requests without a seed
 LONGEST_NAME = 64  # characters of a field's name that are compared with the known ones
 # fields of a request that are read, by endpoint
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-# names of who asks, or of prompts that share a cache, which change nothing here
+# names of the user, or of prompts that share a cache, which change nothing here
 IGNORED = ("user", "safety_identifier", "prompt_cache_key")
 SHARED = (
     *("model", "max_tokens", *SAMPLING, "seed", "stop", "stream", "stream_options", "n"),
