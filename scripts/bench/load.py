@@ -283,7 +283,7 @@ def check(chosen: Options) -> None:
     """Sort the options. Raises UserError for values that cannot be measured."""
     chosen.batches, chosen.rates = sorted(chosen.batches), sorted(chosen.rates)
     if chosen.batches[:1] != [1]:
-        raise UserError(f"batches is {chosen.batches}, expected numbers of rows from 1 on.")
+        raise UserError(f"batches is {chosen.batches}, expected numbers of rows, 1 among them.")
     if not chosen.rates or chosen.rates[0] <= 0:
         raise UserError(f"rates is {chosen.rates}, expected requests a second above 0.")
     for key in ("requests", "passes"):

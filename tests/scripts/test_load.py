@@ -149,7 +149,7 @@ def test_the_plots_name_every_server_and_rate() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"batches": [2, 4]}, r"batches is \[2, 4\], expected numbers of rows from 1 on"),
+        ({"batches": [2, 4]}, r"batches is \[2, 4\], expected numbers of rows, 1 among them"),
         ({"rates": [0.0, 1.0]}, "expected requests a second above 0"),
         ({"rates": []}, "expected requests a second above 0"),
         ({"requests": 0}, "requests is 0, expected at least 1"),
