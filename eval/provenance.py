@@ -14,7 +14,7 @@ from eval.report.page import Provenance
 from eval.report.text import traced_texts
 from eval.statistics.schema import Row, main_rows
 from eval.tasks.checking import FILE as ANSWERS
-from eval.tasks.forms import PUBLISHED
+from eval.tasks.forms import PUBLISHED, SEVERAL_FILES
 from jobs.run_folder import RunFolder
 
 NOT_MEASURED = (
@@ -113,10 +113,11 @@ def _unmeasured_as_published(cfg: EvalConfig, first: Row) -> list[str]:
     published = PUBLISHED.get(cfg.benchmark.format, 0)
     if first.prompts >= published:
         return []
+    least = "or more " if cfg.benchmark.format in SEVERAL_FILES else ""
     return [
-        f"{published - first.prompts:,} of the {published:,} prompts that {first.benchmark} has as "
-        f"published. max_prompts=0 with benchmark.sweep_path=FILE, or with sweep=[] and "
-        f"num_draft_tokens=, measures all prompts of a file."
+        f"{published - first.prompts:,} of the {published:,} {least}prompts that "
+        f"{first.benchmark} has as published. max_prompts=0 with benchmark.sweep_path=FILE, or "
+        f"with sweep=[] and num_draft_tokens=, measures all prompts of a file."
     ]
 
 

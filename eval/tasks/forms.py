@@ -24,8 +24,11 @@ from training.data.readers import (
 )
 
 AUTO = "auto"
-# form -> prompts of the published benchmark; forms of several files or splits have none
+# form -> prompts of the published benchmark, of the smallest published file if there are several:
+# MBPP's sanitized tasks, the test split of HellaSwag, AlpacaEval's instructions
 PUBLISHED = {"mt_bench": 80, "spec_bench": 480, "gsm8k": 1319, "mgsm": 2750, "humaneval": 164}
+PUBLISHED |= {"mbpp": 427, "hellaswag": 10003, "alpaca": 805}
+SEVERAL_FILES = ("mbpp", "hellaswag", "alpaca")
 # Spec-Bench's first 80 questions are MT-bench's, in its eight categories.
 _MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math"),
