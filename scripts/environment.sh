@@ -28,12 +28,12 @@ has_nvidia_card() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev
 install_torch() {
   "$VENV/bin/python" -c 'import torch' 2>/dev/null && return 0
   if has_nvidia_card; then
-    say "Installing torch with CUDA (found an NVIDIA GPU)"
+    say "Installing torch with CUDA, as an NVIDIA GPU was found: several GB, some minutes"
     "$VENV/bin/pip" install --quiet "${TORCH:-torch>=2.11}"
     return
   fi
   local index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" torch="${TORCH:-torch==2.13.0}" output=""
-  say "Installing torch for the CPU"
+  say "Installing torch for the CPU: some 200 MB, some minutes"
   if [ -n "$index" ]; then
     # An error here has a remedy, so what pip prints is shown only if the remedy fails too.
     if output="$("$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch" 2>&1)"; then
@@ -52,7 +52,7 @@ install_torch() {
 # Makes an empty VENV, or keeps the one that is there.
 make_venv() {
   local python="${PYTHON:-python3}"
-  [ -x "$VENV/bin/python" ] || { say "Making ${VENV##*/}"; "$python" -m venv "$VENV"; }
+  [ -x "$VENV/bin/python" ] || { say "Making ${VENV##*/}: an environment of its own, within a minute"; "$python" -m venv "$VENV"; }
   "$VENV/bin/python" -m pip install --quiet --upgrade pip
 }
 
@@ -71,11 +71,11 @@ ensure_environment() {
   stamp="$VENV/.installed-${extras:-base}"
   wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" | sha256sum)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
-  say "Installing into .venv, which takes some minutes"
+  say "Installing into .venv: three steps, quiet while they run, of up to ten minutes in all"
   make_venv
   install_torch
   export DS_BUILD_OPS=0 # DeepSpeed builds what it needs at first use
-  say "Installing Shallow Draft${extras:+ with [$extras]}"
+  say "Installing Shallow Draft${extras:+ with [$extras]} and what it needs, such as transformers: some minutes"
   "$VENV/bin/pip" install -qq --constraint "$ROOT/requirements.txt" --editable "$ROOT${extras:+[$extras]}"
   echo "$wanted" > "$stamp"
 }
