@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -34,9 +35,16 @@ LANE = 0.17  # distance of a drafter's two markers from its line
 
 
 def plan_plots(outlook: Outlook, speedups: Sequence[float]) -> list[Plot]:
-    """Return the pictures of a plan. speedups: those for which the acceptance is shown."""
+    """Return the pictures of a plan; none if no costs are reliable.
+
+    The first one names the drafters with unreliable costs, and the others leave them out.
+    speedups: those for which the acceptance is shown.
+    """
+    if not outlook.reliable:
+        return []
     styles = drafter_styles({row.drafter: "" for row in outlook.rows})
     found = [needed_and_accepted(outlook, speedups)]
+    outlook = replace(outlook, rows=outlook.reliable)
     found += [acceptance_by_cost(outlook, speedups, styles)]
     if outlook.knows_acceptance:
         found += [speedup_by_length(outlook.rows, styles)]

@@ -31,16 +31,17 @@ SPARE = ("memory", "parameters", "tokens/s")
 def subject(outlook: Outlook, config: PlanConfig) -> str:
     """Return what is planned, in one line."""
     how = f"temperature {config.temperature:g}" if config.temperature else "greedy"
+    pace = f"{outlook.baseline_tokens_per_second:,.0f}" if outlook.reliable else text.NONE
     return (
         f"{config.target.path}, {config.target.dtype}, {how}, batch {config.batch_size}, context "
-        f"{config.context:,}: {outlook.baseline_tokens_per_second:,.0f} tokens/s without a drafter"
+        f"{config.context:,}: {pace} tokens/s without a drafter"
     )
 
 
 def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
     """Return what to train, in sentences, and first which costs to measure again."""
     rows, found = outlook.rows, _doubts(outlook.rows)
-    if all(row.unreliable for row in rows):
+    if not outlook.reliable:
         return found
     nothing = "train nothing until then" if found else "train nothing"
     chosen, speedup = worth_training(rows), f"{config.speedups[0]:g}x"
@@ -87,13 +88,13 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
             "drafter": row.drafter + " *" * (row.drafter in worth),
             "parameters": text.amount(row.parameters),
             "memory": size(row.memory_bytes),
-            "c": text.number(row.cost_ratio, 3),
+            "c": text.NONE if row.unreliable else text.number(row.cost_ratio, 3),
             **{f"needs for {one.speedup:g}x": _reliable(row, _need(one)) for one in row.needs},
         }
         if outlook.knows_acceptance:
             cell |= {
                 "accepted": _accepted(row),
-                "gamma": str(row.num_draft_tokens),
+                "gamma": text.NONE if row.unreliable else str(row.num_draft_tokens),
                 **({"nodes": _nodes(row)} if trees else {}),
                 "speedup": _reliable(row, _interval(row)),
                 "tokens/s": _reliable(row, text.number(row.tokens_per_second, 1)),
@@ -109,7 +110,8 @@ def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
 
 def _nodes(row: PlanRow) -> str:
     """Return the nodes of a row's tree at its best depth."""
-    return str(row.nodes[row.num_draft_tokens or 0]) if row.tree_nodes else text.NONE
+    known = row.tree_nodes and not row.unreliable
+    return str(row.nodes[row.num_draft_tokens or 0]) if known else text.NONE
 
 
 def _draft(row: PlanRow) -> str:

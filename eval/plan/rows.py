@@ -108,10 +108,16 @@ class Outlook:
     error: float | None  # standard error of predicted log-odds; None: no curves
     forms: int  # of drafters that predicted each other; 0: too few are known
     known_tokens: tuple[int, int]  # see AcceptanceModel.tokens_range; (0, 0): no curves
+    # Medians over the rows with reliable costs, or over all rows if none is reliable.
     baseline_tokens_per_second: float  # without a drafter
-    V: dict[int, float]  # medians over the rows
+    V: dict[int, float]
     tflops: float  # at which a training's hours are given
     prompts: str = ""  # for which acceptance is predicted; empty: no curves
+
+    @property
+    def reliable(self) -> list[PlanRow]:
+        """The rows whose costs are reliable."""
+        return [row for row in self.rows if not row.unreliable]
 
     @property
     def knows_acceptance(self) -> bool:
@@ -131,12 +137,14 @@ def build_outlook(
     prompts = config.prompts or usual_prompts(chosen)
     usual = model.usual.training_tokens if model else USUAL_TOKENS
     tokens = config.training_tokens or round(usual)
-    baseline = 1000 * config.batch_size / median(one.costs.plain_ms for _, one in found)
+    costs = [one.costs for _, one in found]
+    reliable = [one for one in costs if not one.unreliable] or costs
+    baseline = 1000 * config.batch_size / median(one.plain_ms for one in reliable)
     rows = [_row(config, *one, model, chosen, prompts, tokens, baseline, tflops) for one in found]
     best = {row.weights: row for row in reversed(ranked(rows))}
     rows = [replace(row, best=row is best[row.weights]) for row in rows]
     forwards: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
+    for row in [row for row in rows if not row.unreliable] or rows:
         for n, ratio in row.V.items():
             forwards[n].append(ratio)
     V = {n: median(ratios) for n, ratios in sorted(forwards.items())}

@@ -12,7 +12,7 @@ from eval.plan.candidates import candidates
 from eval.plan.costs import FILE, MeasuredCosts
 from eval.plan.curves import read_curves, write_curves
 from eval.plan.job import PAGE
-from eval.plan.plots import needed_and_accepted
+from eval.plan.plots import needed_and_accepted, plan_plots
 from eval.plan.report import advice, notes_of, plan_table
 from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, build_outlook, ranked
 from jobs.run_files import read_journal_lines
@@ -52,17 +52,27 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
         "idle machine."
     )
 
-    def advised(unreliable: str, disturbed: list[str], alpha: float = 0.0) -> str:
-        """Plan with rounds of the disturbed drafters that are shorter than their parts."""
+    def planned(
+        unreliable: str, disturbed: list[str], alpha: float = 0.0, factor: float = 1.0
+    ) -> Outlook:
+        """Plan with rounds of the disturbed drafters that are shorter than their parts.
+
+        factor: of their target times.
+        """
         costs = []
         for name, one in zip(NAMES, measured, strict=True):
             draft_ms = 0.2 if name in (shallow, deep) else 2.0
             made = RoundCosts(draft_ms, (1.0,) * len(one.costs.t_target_ms), 0.0, 0.0)
             if name in disturbed:
-                made = dataclasses.replace(made, overhead_ms=-0.9, unreliable=unreliable)
+                slow = tuple(factor * ms for ms in made.t_target_ms)
+                changes = {"t_target_ms": slow, "overhead_ms": -0.9, "unreliable": unreliable}
+                made = dataclasses.replace(made, **changes)
             costs.append(dataclasses.replace(one, costs=made))
         known = [curve(home, "chain", 1, alpha), curve(home, "medusa", 0, alpha)] if alpha else []
-        outlook = build_outlook(asked, [*zip(found, costs, strict=True)], known, 1.0)
+        return build_outlook(asked, [*zip(found, costs, strict=True)], known, 1.0)
+
+    def advised(unreliable: str, disturbed: list[str], alpha: float = 0.0) -> str:
+        outlook = planned(unreliable, disturbed, alpha)
         last = plan_table(outlook, asked).column("drafter")[-len(disturbed) :]
         assert not unreliable or {*last} == {*disturbed}
         return " ".join(advice(outlook, asked))
@@ -80,6 +90,34 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     assert "faster: train nothing until then." in advised("others ran", [deep, "eagle3"], 0.7)
     out = advised("others ran", NAMES, 0.7)
     assert remedy in out and "Fastest of" not in out and "Train " not in out
+
+    def tripled(unreliable: str) -> tuple[float, float | None, dict[int, float]]:
+        outlook = planned(unreliable, NAMES[1:], 0.7, factor=3.0)
+        pace = outlook.baseline_tokens_per_second
+        return pace, outlook.rows[0].tokens_per_second, outlook.V
+
+    untouched = planned("others ran", [deep], 0.7)
+    expected = (1000.0, untouched.rows[0].tokens_per_second, untouched.V)
+    assert tripled("others ran") == expected
+    assert tripled("")[0] < 400, "a control: the times of reliable rows count"
+
+    def shown(unreliable: str, disturbed: list[str]) -> tuple[list[str], set[str]]:
+        """Return the table's cells of the deep model, and what the later pictures name."""
+        outlook = planned(unreliable, disturbed, 0.7)
+        table = plan_table(outlook, asked)
+        place = table.column("drafter").index(deep + " *" * (not unreliable))
+        cells = [table.column(name)[place] for name in ("c", "gamma", "speedup", "tokens/s")]
+        assert table.title.endswith(" – tokens/s without a drafter") == (disturbed == NAMES)
+        drawn = [plot.figure.axes[0] for plot in plan_plots(outlook, [1.0, 1.2])[1:]]
+        return cells, {name for axes in drawn for name in axes.get_legend_handles_labels()[1]}
+
+    cells, names = shown("others ran", [deep])
+    assert cells == ["–", "–", "unreliable", "unreliable"]
+    assert {*NAMES} - names == {deep}
+    cells, names = shown("", [deep])
+    assert "–" not in cells and "unreliable" not in cells and {*NAMES} <= names, "a control"
+    assert shown("others ran", NAMES)[1] == set()
+    assert plan_plots(planned("others ran", NAMES, 0.7), [1.0, 1.2]) == []
 
 
 def test_the_needed_acceptance_gives_the_speedup_in_the_plan_too(home: Path):
