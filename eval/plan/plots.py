@@ -30,6 +30,7 @@ from eval.report.plots import (
 )
 
 STEPS = 61  # points of a line
+RATE = "acceptance rate, equal at all depths"
 NAME_WIDTH = 20  # characters of a line of a drafter's name
 LANE = 0.17  # distance of a drafter's two markers from its line
 
@@ -60,8 +61,8 @@ def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
     where its second marker is not left of the first one.
     """
     rows, first, last = ranked(outlook.rows), speedups[0], speedups[-1]
-    title, x = "Acceptance that is needed and expected", "acceptance rate, equal at all depths"
-    axes = make_axes(title, x, height=1.1 + 0.36 * len(rows))
+    title = "Acceptance that is needed and expected"
+    axes = make_axes(title, RATE, height=1.1 + 0.36 * len(rows))
     for place, row in enumerate(rows):
         if row.unreliable:
             axes.text(0.01, place, "unreliable costs", va="center", fontsize=9, color=MUTED)
@@ -76,12 +77,10 @@ def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
             look: dict[str, Any] = {"marker": "D", "color": SERIES[1], "label": label}
             _mark(axes, place - LANE, *bounds, **look)
         if row.acceptance != NONE:
-            assert row.equal_alpha is not None
             measured = row.acceptance == MEASURED
-            low, high = row.equal_alpha_low or 0.0, row.equal_alpha_high or row.equal_alpha
             look = {"label": "measured" if measured else "predicted", "color": SERIES[0]}
             look |= {"marker": "o", "markerfacecolor": SERIES[0] if measured else "white"}
-            _mark(axes, place + LANE, row.equal_alpha, low, high, **look)
+            _mark(axes, place + LANE, *_equal_rates(row), **look)
     names = [textwrap.fill(row.drafter, NAME_WIDTH) for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9, linespacing=1.0)
     axes.tick_params(axis="y", labelcolor=INK)
@@ -98,6 +97,13 @@ def needed_and_accepted(outlook: Outlook, speedups: Sequence[float]) -> Plot:
     return make_plot(axes, f"{bars}{known}")
 
 
+def _equal_rates(row: PlanRow) -> tuple[float, float, float]:
+    """Return the rate, equal at all depths, of a row's speedup, and its bounds."""
+    assert row.equal_alpha is not None
+    high = row.equal_alpha_high or row.equal_alpha
+    return row.equal_alpha, row.equal_alpha_low or 0.0, high
+
+
 def _mark(axes: Axes, y: float, x: float, low: float, high: float, **look: Any) -> None:
     """Draw a marker at `x` with a bar from `low` to `high`."""
     bars: Any = [[max(0.0, x - low)], [max(0.0, high - x)]]
@@ -107,7 +113,7 @@ def _mark(axes: Axes, y: float, x: float, low: float, high: float, **look: Any) 
 @rc_context(SETTINGS)
 def acceptance_by_cost(outlook: Outlook, speedups: Sequence[float], styles: Styles) -> Plot:
     """Plot the needed acceptance over the cost ratio, and the candidates' acceptances."""
-    axes = make_axes("Acceptance that pays, by cost", "cost ratio c", "acceptance rate at depth 1")
+    axes = make_axes("Acceptance that pays, by cost", "cost ratio c", RATE)
     rows = outlook.rows
     steps = [row for row in rows if row.draft_shape == CHAIN and not row.one_pass]
     chain = (steps or list(rows))[0]
@@ -119,8 +125,7 @@ def acceptance_by_cost(outlook: Outlook, speedups: Sequence[float], styles: Styl
         axes.plot(ratios, known, color=MUTED, linewidth=1, dashes=dashes, label=f"{speedup:g}x")
     for row in rows:
         if row.acceptance != NONE:
-            y = row.alpha_by_depth[0]
-            _draw(axes, row, styles, row.cost_ratio, y, row.alpha_low[0], row.alpha_high[0])
+            _draw(axes, row, styles, row.cost_ratio, *_equal_rates(row))
         elif row.needed is not None:
             _draw(axes, row, styles, row.cost_ratio, row.needed, row.needed, row.needed)
     axes.set_ylim(0, 1.02)

@@ -229,6 +229,21 @@ def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Pa
         outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
         plot = needed_and_accepted(outlook, [0.1, 0.2])
         (axes,) = plot.figure.axes
+def test_acceptances_are_drawn_over_costs_as_rates_equal_at_all_depths(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    falling = {"alpha_by_depth": [0.9, 0.5, 0.1]}
+    known = [curve(home, "chain", 1, 0.9, **falling), curve(home, "medusa", 0, 0.9, **falling)]
+    write_curves(file, known)
+    found = rows_in(again(home, tmp_path, acceptance=str(file)))
+    rows = [dataclasses.replace(row, unreliable="") for row in found]
+    outlook = Outlook(rows, known, 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
+    (axes,) = plan_plots(outlook, [1.0])[1].figure.axes
+    assert axes.get_ylabel() == "acceptance rate, equal at all depths"
+    drawn = [float(container[0].get_ydata()[0]) for container in axes.containers]
+    assert drawn == [row.equal_alpha for row in rows]
+    assert drawn != [row.alpha_by_depth[0] for row in rows], "a control"
+
+
         names = [one.get_text().replace("\n", " ") for one in axes.get_yticklabels()]
         assert names == [row.drafter for row in ranked(rows)]
         labels = [str(one.get_label()) for one in axes.containers]
