@@ -6,7 +6,9 @@ is read as well, where there is one (Linux).
 """
 
 import os
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
@@ -21,6 +23,7 @@ from decoding.schedules.by_name import WALL
 STAT = Path("/proc/stat")
 # Decoding on a CPU never waits, so its thread runs all the time unless other processes interfere.
 UNDISTURBED = 0.9
+SHARE, ANY_SHARE = re.compile(r"only (\d+) % of the time"), "only part of the time"
 
 Measured = TypeVar("Measured")
 
@@ -100,6 +103,23 @@ def disturbance(share: float) -> str:
         f"beside other processes, the measurement had its processors for only "
         f"{100 * share:.0f} % of the time"
     )
+
+
+def group_by_kind(reasons: Iterable[str]) -> dict[str, str]:
+    """Return reason -> the reason of its kind, with a range of the shares that `disturbance` names.
+
+    Reasons are of one kind if they are equal or differ only in such a share.
+    """
+    kinds = {reason: SHARE.sub(ANY_SHARE, reason) for reason in reasons}
+    shares: dict[str, set[int]] = defaultdict(set)
+    for reason, kind in kinds.items():
+        shares[kind] |= {int(share) for share in SHARE.findall(reason)}
+    ends = {kind: sorted({min(known), max(known)}) for kind, known in shares.items() if known}
+    spans = {kind: " to ".join(map(str, known)) for kind, known in ends.items()}
+    return {
+        reason: kind.replace(ANY_SHARE, f"only {spans.get(kind)} % of the time")
+        for reason, kind in kinds.items()
+    }
 
 
 def waits(device: str, backend: str, schedule: str = "serial") -> bool:

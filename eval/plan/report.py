@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from decoding.costs.contention import group_by_kind
 from eval.plan.acceptance import FEWEST_FORMS
 from eval.plan.config import PlanConfig
 from eval.plan.curves import TREE, Curve
@@ -131,11 +132,12 @@ def _reliable(row: PlanRow, shown: str) -> str:
 
 
 def _doubts(rows: Sequence[PlanRow]) -> list[str]:
-    """Return a sentence for each reason for which costs are unreliable."""
+    """Return a sentence for each kind of reason for which costs are unreliable."""
     by_reason: dict[str, list[str]] = {}
+    kinds = group_by_kind(row.unreliable for row in rows if row.unreliable)
     for row in rows:
         if row.unreliable:
-            by_reason.setdefault(row.unreliable, []).append(row.drafter)
+            by_reason.setdefault(kinds[row.unreliable], []).append(row.drafter)
     return [
         f"Unreliable costs, as {why}: {', '.join(names)}. Nothing is concluded from them: delete "
         f"their lines of costs.jsonl, and plan again on an idle machine."

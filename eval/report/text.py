@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import yaml
 
-from decoding.costs.contention import UNDISTURBED, waits
+from decoding.costs.contention import UNDISTURBED, group_by_kind, waits
 from decoding.schedules.by_name import VIRTUAL
 from decoding.stopping.policies import CALIBRATED, EAGER
 from eval.measure.lengths import CAPPED
@@ -51,14 +51,15 @@ def predicted(value: float | None, row: Row) -> str:
 
 
 def doubts(named: Sequence[tuple[str, Row]]) -> list[str]:
-    """Return a sentence for each reason for which predictions are unreliable.
+    """Return a sentence for each kind of reason for which predictions are unreliable.
 
     named: rows, each with its name.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
+    kinds = group_by_kind(row.unreliable for _, row in named if row.unreliable)
     for name, row in named:
         if row.unreliable:
-            by_reason[row.unreliable].append(f"{name} ({row.condition_label})")
+            by_reason[kinds[row.unreliable]].append(f"{name} ({row.condition_label})")
     return [
         f"Unreliable prediction, as {why}: {', '.join(rows)}." for why, rows in by_reason.items()
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from decoding.costs.contention import UndisturbedClock
+from decoding.costs.contention import UndisturbedClock, disturbance
 from decoding.costs.timing import Parts
 from eval.measure import parts, repetition
 from eval.measure.deadline import Deadline
@@ -19,6 +19,7 @@ from eval.measure.records import Condition, Record
 from eval.measure.repetition import ATTEMPTS, Repetition
 from eval.report.page import evaluation_page
 from eval.report.terminal import print_evaluation
+from eval.report.text import doubts
 from eval.statistics.rows import build_rows
 from eval.statistics.schema import Row
 from jobs.drafter_use import DrafterUse
@@ -163,3 +164,17 @@ def test_no_unit_is_measured_more_than_three_times(records, tmp_path, monkeypatc
     units = Units(records, [0.2] * 9, tmp_path)
     units.measure()
     assert units.measured == ATTEMPTS == 3
+
+
+def test_reasons_that_differ_in_their_share_alone_are_one_sentence(records):
+    shown = rows_of(records)[:4]
+    reasons = [*map(disturbance, (0.33, 0.31, 0.33)), "a round took less time than its parts alone"]
+    named = [
+        (f"drafter {number}", dataclasses.replace(row, unreliable=why))
+        for number, (row, why) in enumerate(zip(shown, reasons, strict=True))
+    ]
+    many, other = doubts(named)
+    assert "for only 31 to 33 % of the time: drafter 0 (" in many
+    assert "drafter 1 (" in many and "drafter 2 (" in many and "drafter 3" not in many
+    assert other.startswith(f"Unreliable prediction, as {reasons[-1]}: drafter 3 (")
+    assert "only 33 % of the time: " in doubts(named[:1])[0], "a control: one share is no range"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from decoding.costs.contention import disturbance
 from decoding.costs.prediction import best_gamma, predicted_speedup
 from decoding.interfaces import RoundCosts
 from eval.plan.candidates import candidates
@@ -82,6 +83,17 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     assert f"{doubt}{deep}. {remedy}" in out
     assert f"{shallow} needs the least: " in out and "rate of 0.00" not in out
     assert advised("others ran", NAMES) == f"{doubt}{', '.join(NAMES)}. {remedy}"
+
+    outlook = planned("", [deep])
+    outlook = dataclasses.replace(outlook, rows=outlook.rows[:3])
+    shares = {shallow: disturbance(0.33), deep: disturbance(0.31), "medusa": "others ran"}
+    busy = [dataclasses.replace(row, unreliable=shares[row.drafter]) for row in outlook.rows]
+    lines = advice(dataclasses.replace(outlook, rows=busy), asked)
+    assert [line.split(" Nothing")[0] for line in lines] == [
+        f"Unreliable costs, as beside other processes, the measurement had its processors for only "
+        f"31 to 33 % of the time: {shallow}, {deep}.",
+        f"{doubt}medusa.",
+    ]
 
     assert f"Train {deep}: " in advised("", [deep], 0.7), "a control"
     out = advised("others ran", [deep], 0.7)
@@ -217,18 +229,6 @@ def test_a_drafter_pays_where_its_acceptance_reaches_what_it_needs(home: Path, t
     assert 0 < sum(paying) < len(paying)
 
 
-def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Path):
-    file = tmp_path / "acceptance.jsonl"
-    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
-    found = rows_in(again(home, tmp_path, acceptance=str(file), speedups=[0.1, 0.2]))
-    rows = [dataclasses.replace(row, unreliable="") for row in found]
-    doubtful = dataclasses.replace(rows[1], unreliable="the machine was busy")
-    never = dataclasses.replace(rows[0], needs=[Need(9.0, None, None)] * 2)
-
-    def drawn(rows: list[PlanRow]) -> tuple[list[str], list[str]]:
-        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
-        plot = needed_and_accepted(outlook, [0.1, 0.2])
-        (axes,) = plot.figure.axes
 def test_acceptances_are_drawn_over_costs_as_rates_equal_at_all_depths(home: Path, tmp_path: Path):
     file = tmp_path / "acceptance.jsonl"
     falling = {"alpha_by_depth": [0.9, 0.5, 0.1]}
@@ -244,6 +244,18 @@ def test_acceptances_are_drawn_over_costs_as_rates_equal_at_all_depths(home: Pat
     assert drawn != [row.alpha_by_depth[0] for row in rows], "a control"
 
 
+def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    write_curves(file, [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)])
+    found = rows_in(again(home, tmp_path, acceptance=str(file), speedups=[0.1, 0.2]))
+    rows = [dataclasses.replace(row, unreliable="") for row in found]
+    doubtful = dataclasses.replace(rows[1], unreliable="the machine was busy")
+    never = dataclasses.replace(rows[0], needs=[Need(9.0, None, None)] * 2)
+
+    def drawn(rows: list[PlanRow]) -> tuple[list[str], list[str]]:
+        outlook = Outlook(rows, [], 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
+        plot = needed_and_accepted(outlook, [0.1, 0.2])
+        (axes,) = plot.figure.axes
         names = [one.get_text().replace("\n", " ") for one in axes.get_yticklabels()]
         assert names == [row.drafter for row in ranked(rows)]
         labels = [str(one.get_label()) for one in axes.containers]
