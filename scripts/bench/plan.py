@@ -6,12 +6,15 @@
 Every drafter is planned with random weights, then trained, and all of them are measured in one
 interleaved run as chains of fixed length. Each one's tokens/s and best draft length are predicted
 from the planned costs and from the acceptance of the others alone: the drafter itself is left out.
+With `replan=true` the costs are also measured again right before the evaluation, and the errors of
+both plans are printed: the first one's include any change of the machine's speed in between.
 As a control, they are also predicted from the mean acceptance of the others. The tokens/s are
 compared at the measured length, the lengths by the speed that the planned one loses in the sweep.
 A call with the same `work` and settings continues; the minutes of each part are printed.
 """
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 import time
@@ -29,7 +32,7 @@ from eval.config import BenchmarkConfig
 from eval.plan.acceptance import choose_curves
 from eval.plan.candidates import Candidate, candidates, drafted_tokens, shape_of_width
 from eval.plan.config import PlanConfig
-from eval.plan.costs import CostFile
+from eval.plan.costs import FILE, CostFile
 from eval.plan.curves import CHAIN, collect
 from eval.statistics.schema import Row, read_rows
 from jobs.config import TargetConfig, plain
@@ -42,6 +45,8 @@ SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "intermediate_size"),
 )
+BEFORE = "planned before the trainings"
+AGAIN = "planned again before the evaluation"
 
 
 @dataclass
@@ -67,6 +72,7 @@ class Options(common.BenchOptions):
     lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # draft lengths of the sweep
     context: int = 192  # tokens of a row while costs are planned
     cost_seconds: float = 20.0  # of the plan, for each drafter
+    replan: bool = False  # measure the costs again right before the evaluation, too
     max_prompts: int = 28  # decoded, of which the sweep has 8
     max_new_tokens: int = 64  # of an answer
     work: str = "runs/bench/plan"  # folder of trained drafters and measurements
@@ -144,6 +150,26 @@ def train(chosen: Options, one: Candidate, target: Any, folder: Path) -> Path:
     return folder / "drafter"
 
 
+def plan_again(config: PlanConfig, evaluation: Path) -> Path:
+    """Measure a plan's costs again, in a folder beside its own; return this folder.
+
+    evaluation: folder of the evaluation. Until it is finished the costs are always measured anew,
+    as those of an interrupted call are not from right before it. Raises UserError for an evaluation
+    that finished without them.
+    """
+    folder = Path(f"{config.output_dir}.again")
+    done = (evaluation / "results.jsonl").is_file()
+    if done and not (folder / FILE).is_file():
+        raise UserError(
+            f"{evaluation} was measured without a second plan before it, expected none with "
+            f"replan=true. Delete this folder to evaluate again, or set another work=."
+        )
+    if not done:
+        shutil.rmtree(folder, ignore_errors=True)
+    eval.plan.job.run(dataclasses.replace(config, output_dir=str(folder)))
+    return folder
+
+
 def measure(chosen: Options, trained: Sequence[tuple[Candidate, Path]], folder: Path) -> list[Row]:
     """Measure all drafters as fixed chains in one interleaved run; return the main rows."""
     entries = []
@@ -187,33 +213,46 @@ def main() -> None:
         folder = work / one.name.replace(", ", "_").replace(" ", "_")
         trained.append((one, train(chosen, one, target, folder)))
         part(f"training {one.name}")
+    plans = {BEFORE: Path(config.output_dir)}
+    if chosen.replan:
+        plans[AGAIN] = plan_again(config, work / "eval.run")
+        part("second plan")
     rows = measure(chosen, trained, work / "eval.run")
     part("evaluation")
     curves = choose_curves(collect([str(work / "eval.run")])[0])
     sweep = [row for row in read_rows(work / "eval.run" / "results.jsonl") if row.part == "sweep"]
-    costs = CostFile(config, target, work / "eval.plan")
-    planned = [(one, known) for one in found if (known := costs.find(one)) is not None]
-    figures = [
-        compare(predict_without(config, planned, curves, row.drafter, chosen.lengths), row, sweep)
-        for row in rows
-    ]
-    print(common.table(list(figures[0]), [list(one.values()) for one in figures]))
-    found_errors = summary(figures)
+    results = dict[str, dict[str, Any]]()
+    for name, folder in plans.items():
+        costs = CostFile(config, target, folder)
+        planned = [(one, known) for one in found if (known := costs.find(one)) is not None]
+        figures = [
+            compare(
+                predict_without(config, planned, curves, row.drafter, chosen.lengths), row, sweep
+            )
+            for row in rows
+        ]
+        results[name] = {
+            **summary(figures),
+            "rows": figures,
+            "costs": {one.name: dataclasses.asdict(known.costs) for one, known in planned},
+        }
+        print(f"\n{name}:")
+        print(common.table(list(figures[0]), [list(one.values()) for one in figures]))
     common.save(
         chosen.name,
         chosen,
         {
-            **found_errors,
+            **results[BEFORE],
+            **({"planned_again": results[AGAIN]} if chosen.replan else {}),
             "minutes": minutes,
             "all_minutes": round(sum(minutes.values()), 1),
-            "rows": figures,
             "curves": [dataclasses.asdict(one) for one in curves],
-            "costs": {one.name: dataclasses.asdict(known.costs) for one, known in planned},
             "settings": plain(config),
         },
         show=False,
     )
-    print("\n".join(summary_lines(found_errors)))
+    for name, found_errors in results.items():
+        print("\n".join([f"\n{name}:", *summary_lines(found_errors)]))
     print(f"in {sum(minutes.values()):.0f} minutes")
 
 

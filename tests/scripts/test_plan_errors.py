@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from eval.plan.candidates import Candidate, candidates
 from eval.plan.config import PlanConfig
-from eval.plan.costs import MeasuredCosts
+from eval.plan.costs import FILE, MeasuredCosts
 from eval.plan.curves import Curve
 from eval.statistics.schema import Row, read_rows
-from scripts.bench.plan import Options, plan_settings
+from scripts.bench.plan import Options, plan_again, plan_settings
 from scripts.bench.plan_errors import (
     Prediction,
     compare,
@@ -145,3 +146,24 @@ def test_the_summary_has_the_goals():
     assert "mean acceptance: median 40.0%, worst 40.0%" in text
     assert "does not move: median 4.0%, worst 12.5%" in text
     assert "planned draft length: median 2.0%, worst 2.0%" in text
+
+
+def test_the_second_plan_is_from_right_before_the_evaluation(tiny_target: Path, tmp_path: Path):
+    small = {"depths": [1], "widths": [0], "heads": ["medusa"], "lengths": [1, 2]}
+    options = Options(target=str(tiny_target), work=str(tmp_path), context=24, **small)
+    config = dataclasses.replace(plan_settings(options), cost_seconds=0.01)
+    evaluation = tmp_path / "eval.run"
+    evaluation.mkdir()
+
+    def costs() -> bytes:
+        return (plan_again(config, evaluation) / FILE).read_bytes()
+
+    interrupted = costs()
+    before = costs()
+    assert before != interrupted, "those of an interrupted call are measured again"
+    assert not Path(config.output_dir).exists(), "the first plan is not touched"
+    (evaluation / "results.jsonl").touch()
+    assert costs() == before, "a control: a finished evaluation keeps them"
+    (tmp_path / "eval.plan.again" / FILE).unlink()
+    with pytest.raises(UserError, match="measured without a second plan before it.*Delete"):
+        plan_again(config, evaluation)
