@@ -40,8 +40,9 @@ class PlanConfig(JobConfig):
     max_draft_tokens: int = 8
     # rows decoded together in serving
     batch_size: int = 1
-    # committed tokens of a row while the costs are measured
-    context: int = 512
+    # committed tokens of a row while the costs are measured; 0: 512, or as many as the target holds
+    # besides the drafts
+    context: int = 0
     # sampling temperature of serving; 0: greedy
     temperature: float = 0.0
     # speedups for which the needed acceptance is computed

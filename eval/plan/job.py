@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from jobs.paths import resolve, resolve_model
 from jobs.run_folder import RunFolder, hardware
 from training.models.build import dtype_of, target_config
 
+CONTEXT = 512  # tokens of a row, where the target holds as many and no other number is set
 ROWS, PAGE = "plan.jsonl", "plan.html"
 
 
@@ -55,7 +57,7 @@ def run(config: PlanConfig) -> Path:
     check(config)
     target: Any = target_config(config.target)
     found = candidates(config, target)
-    _check_context(config, target)
+    config = replace(config, context=_context(config, target))
     if config.dry_run:
         _print_dry(config, found)
         return Path(config.output_dir)
@@ -117,7 +119,7 @@ def check(config: PlanConfig) -> None:
             f"2 or more with shapes={PARALLEL}" if PARALLEL in config.shapes else "1 or more",
         ),
         ("batch_size", config.batch_size >= 1, "1 or more"),
-        ("context", config.context >= 2, "2 or more"),
+        ("context", config.context == 0 or config.context >= 2, "2 or more, or 0 for what fits"),
         (
             "speedups",
             bool(config.speedups) and all(one > 0 for one in config.speedups),
@@ -131,8 +133,11 @@ def check(config: PlanConfig) -> None:
             raise UserError(f"{key} is {vars(config)[key]}, expected {expected}.")
 
 
-def _check_context(config: PlanConfig, target: Any) -> None:
-    """Raise UserError for a context that the target does not hold. target: its configuration."""
+def _context(config: PlanConfig, target: Any) -> int:
+    """Return the tokens of a row while costs are measured; 0 in `config` chooses what fits.
+
+    target: its configuration. Raises UserError for a context that the target does not hold.
+    """
     holds = config.target.max_length or int(target.max_position_embeddings)
     drafts = capacity(config) - config.context
     if drafts + 2 > holds:
@@ -145,6 +150,7 @@ def _check_context(config: PlanConfig, target: Any) -> None:
             f"context is {config.context}, expected at most {holds - drafts}: "
             f"{config.target.path} holds {holds} tokens, of which drafts need {drafts}."
         )
+    return config.context or min(CONTEXT, holds - drafts)
 
 
 def _check_prompts(config: PlanConfig, curves: Sequence[Curve]) -> None:

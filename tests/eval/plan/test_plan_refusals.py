@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decoding.errors import UserError
+from eval.plan.costs import FILE
 from eval.plan.job import run
 from jobs.config import TargetConfig
 from tests.support.plans import NAMES, config
@@ -55,6 +56,15 @@ def test_bad_settings_are_refused_before_anything_is_measured(
     with pytest.raises(UserError, match=message):
         run(config(home, "", **{"output_dir": str(tmp_path / "refused"), **changes}))
     assert not (tmp_path / "refused").exists()
+
+
+def test_the_default_context_is_what_a_small_target_holds(home: Path, tmp_path: Path):
+    small = {"heads": ["medusa"], "depths": [], "output_dir": str(tmp_path)}
+    run(config(home, "", context=0, **small))
+    (line,) = (tmp_path / FILE).read_text().splitlines()
+    assert json.loads(line)["conditions"]["context"] == 190, "a control: 191 and more are refused"
+    with pytest.raises(UserError, match="context is 191, expected at most 190"):
+        run(config(home, "", context=191, **small))
 
 
 def test_a_target_of_another_architecture_is_refused(home: Path, tmp_path: Path):
