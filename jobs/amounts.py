@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 PLANNED = "planned_flop"
 # variable that names a file in which the dry runs of an experiment's stages add up their seconds
 _SECONDS = "SHALLOW_DRAFT_PLANNED_SECONDS"
+# units of operation counts, the largest first
+FLOP = {"EFLOP": 1e18, "PFLOP": 1e15, "TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6}
 
 
 def size(count: float) -> str:
@@ -29,9 +31,8 @@ def hours(seconds: float) -> str:
 
 def operations(count: float) -> str:
     """Format floating-point operations: `36.5 EFLOP`, `5.6 TFLOP`, `23.6 GFLOP`."""
-    units = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9))
-    letter, unit = next(((letter, unit) for letter, unit in units if count >= unit), ("M", 1e6))
-    return f"{count / unit:,.1f} {letter}FLOP"
+    name = next((name for name, unit in FLOP.items() if count >= unit), "MFLOP")
+    return f"{count / FLOP[name]:,.1f} {name}"
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from eval.report.plots import (
     make_plot,
     shorten,
 )
+from jobs.amounts import FLOP, operations
 
 STEPS = 61  # points of a line
 RATE = "acceptance rate, equal at all depths"
@@ -185,7 +186,8 @@ def speedup_by_length(rows: Sequence[PlanRow], styles: Styles) -> Plot:
 @rc_context(SETTINGS)
 def speedup_by_training(rows: Sequence[PlanRow], styles: Styles) -> Plot:
     """Plot the predicted speedup over the FLOPs of the training."""
-    axes = make_axes("Predicted speedup by training", "PFLOP of training", speedup=True)
+    unit = operations(max(row.training_flop for row in rows)).split()[-1]
+    axes = make_axes("Predicted speedup by training", f"{unit} of training", speedup=True)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -194,7 +196,7 @@ def speedup_by_training(rows: Sequence[PlanRow], styles: Styles) -> Plot:
         if row.predicted_speedup is not None:
             assert row.speedup_low is not None and row.speedup_high is not None
             bounds = row.predicted_speedup, row.speedup_low, row.speedup_high
-            _draw(axes, row, styles, row.training_flop / 1e15, *bounds)
+            _draw(axes, row, styles, row.training_flop / FLOP[unit], *bounds)
     return make_plot(axes, "Bars: two standard errors of the acceptance.")
 
 

@@ -16,6 +16,7 @@ from eval.plan.job import PAGE
 from eval.plan.plots import needed_and_accepted, plan_plots
 from eval.plan.report import advice, notes_of, plan_table
 from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, build_outlook, ranked
+from jobs.amounts import operations
 from jobs.run_files import read_journal_lines
 from tests.support.plans import NAMES, again, config, curve, rows_in
 from training.models.build import target_config
@@ -242,6 +243,20 @@ def test_acceptances_are_drawn_over_costs_as_rates_equal_at_all_depths(home: Pat
     drawn = [float(container[0].get_ydata()[0]) for container in axes.containers]
     assert drawn == [row.equal_alpha for row in rows]
     assert drawn != [row.alpha_by_depth[0] for row in rows], "a control"
+
+
+def test_the_picture_of_trainings_has_the_unit_of_the_table(home: Path, tmp_path: Path):
+    file = tmp_path / "acceptance.jsonl"
+    known = [curve(home, "chain", 1, 0.7), curve(home, "medusa", 0, 0.6)]
+    write_curves(file, known)
+    found = rows_in(again(home, tmp_path, acceptance=str(file)))
+    for flop, unit in ((2e12, "TFLOP"), (3e15, "PFLOP")):
+        rows = [dataclasses.replace(row, unreliable="", training_flop=flop) for row in found]
+        outlook = Outlook(rows, known, 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
+        axes = plan_plots(outlook, [1.0])[3].figure.axes[0]
+        assert axes.get_xlabel() == f"{unit} of training"
+        drawn = float(axes.containers[0][0].get_xdata()[0])
+        assert f"{drawn:.1f} {unit}" == operations(flop)
 
 
 def test_the_picture_shows_needed_and_known_acceptances(home: Path, tmp_path: Path):
