@@ -237,9 +237,9 @@ def _about_sizes(outlook: Outlook) -> list[str]:
 def _about_prompts(outlook: Outlook) -> str:
     """Return on which prompts the known acceptances were measured."""
     others = sorted({one.benchmark for one in outlook.curves} - {outlook.prompts})
-    about = f"Acceptance is that on the prompts {outlook.prompts}"
+    about = f"Acceptance is that on {outlook.prompts}"
     if not others:
-        return f"{about}, the only ones with measured drafters."
+        return f"{about}, the only prompts with measured drafters."
     about += (
         f". Those on {', '.join(others)} count in the predictions too, less what the prompts "
         f"change on average (prompts= chooses others)."

@@ -72,7 +72,7 @@ def test_a_plan_is_for_one_set_of_prompts_and_names_it(home: Path, tmp_path: Pat
     found = rates()
     assert found[:3] == [(MEASURED, 0.5), (MEASURED, 0.9), (MEASURED, 0.4)]
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Acceptance is that on the prompts prompts. Those on code count" in shown
+    assert "Acceptance is that on prompts. Those on code count" in shown
     assert "Measured on other prompts alone, and shown as there: 2 layers, width 32 (code)" in shown
     other = rates(prompts="code")
     assert other[:3] == [(MEASURED, 0.9), (MEASURED, 0.9), (MEASURED, 0.4)], "one was asked for"
@@ -82,6 +82,6 @@ def test_a_plan_is_for_one_set_of_prompts_and_names_it(home: Path, tmp_path: Pat
     write_curves(file, on_chats)
     rates()
     shown = " ".join(capsys.readouterr().out.split())
-    assert "the prompts prompts, the only ones with measured drafters." in shown
+    assert "Acceptance is that on prompts, the only prompts with measured drafters." in shown
     with pytest.raises(UserError, match=r"prompts is cod, on which no .*expected one of prompts\."):
         rates(prompts="cod")
