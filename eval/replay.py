@@ -178,7 +178,8 @@ def claims(row: ReplayRow) -> list[str]:
     if row.temperature:
         found = [
             f"The log was sampled at temperature {row.temperature:g}: the rounds are those of "
-            f"greedy drafts that are verified against this sample (coupled or point-mass rules)."
+            f"greedy drafts on this sample. In a sampled run that writes it a lookup has the same "
+            f"ones; a model's differ, as it drafts there with shared noise or by sampling."
         ]
     else:
         greedy = "" if row.temperature is not None else ", if it is greedy, which it does not state"
@@ -189,7 +190,7 @@ def claims(row: ReplayRow) -> list[str]:
     if row.tokenized:
         found.append(
             f"{row.tokenized} of {row.outputs} outputs are text, tokenized here: the target may "
-            f"have written other tokens of the same text, and its stop token is not replayed."
+            f"have tokenized the same text differently, and its stop token is not replayed."
         )
     return found
 

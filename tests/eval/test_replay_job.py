@@ -254,6 +254,20 @@ def test_figures_of_text_are_qualified_also_when_shown_again(
             assert ("if it is greedy, which it does not state" in printed) == is_text
 
 
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_figures_of_a_sampled_log_are_claimed_for_lookups_alone(
+    temperature: float, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "responses.jsonl"
+    request = {"prompt": "Hi?", "temperature": temperature}
+    response = {"choices": [{"index": 0, "text": "Hello there", "finish_reason": "length"}]}
+    log.write_text(json.dumps({"request": request, "response": response}))
+    run(config(evaluated, f"at {temperature}", log=str(log)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("a lookup has the same ones; a model's differ" in printed) == (temperature > 0)
+    assert ("Exact for the tokens of the log" in printed) == (temperature == 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
