@@ -14,9 +14,11 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from eval.report import evaluation_plots, plots
 from eval.report.evaluation_tables import by_condition, result_cells
-from eval.report.text import count_label, prompts_label, warnings
+from eval.report.text import count_label, drafter_name, prompts_label, warnings
 from eval.statistics.comparison.evaluations import Evaluation, labels_of, read_evaluation
+from eval.statistics.metrics import MIN_PROMPTS
 from eval.statistics.schema import Row, main_rows, read_rows
+from jobs.drafters import CONTROL
 from training.model_card import read_front_matter
 
 README = "README.md"
@@ -42,6 +44,7 @@ def make_card(
     """Return the card of a drafter folder: its README with front matter, measurements and plots.
 
     Measurements that the README has already are replaced by those of `runs`, and kept without any.
+    Figures with a warning are below it in the text, and not in the front matter's model-index.
     runs: finished run folders of eval.run that measured these weights. base_model: name of the
     target on the Hub; empty: none is stated. license_name: the Hub's identifier; empty: none.
     Raises UserError for a folder without a README, and for a run of other weights.
@@ -66,8 +69,15 @@ def make_card(
         sections.append(_section(one, made))
     if measured:
         name = str(front.get("model_name") or _title(body) or folder.name)
-        results = [_result(row) for one in measured for row in one.shown]
-        front["model-index"] = [{"name": name, "results": results}]
+        results = [
+            _result(row, one.evaluation.label if len(measured) > 1 else "")
+            for one in measured
+            for row in one.shown
+            if not _doubts([row])
+        ]
+        front.pop("model-index", None)
+        if results:
+            front["model-index"] = [{"name": name, "results": results}]
         body = _MEASURED_SECTION.sub("", body).rstrip()
         body += "\n\n## Measured\n\n" + "\n\n".join(sections) + "\n"
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
@@ -84,6 +94,7 @@ def hashes_of(folder: Path) -> set[str]:
 class _Measured:
     evaluation: Evaluation
     rows: list[Row]  # of this drafter, of the sweep and the main part
+    controls: list[Row]  # of prompt lookup, of the main part
 
     @property
     def shown(self) -> list[Row]:
@@ -97,14 +108,18 @@ def _measured(folder: Path, evaluation: Evaluation) -> _Measured:
     """
     digests, inputs = hashes_of(folder), evaluation.manifest["inputs"]
     names = {name for name, one in evaluation.origins.items() if inputs.get(one.folder) in digests}
-    rows = [row for row in read_rows(evaluation.folder / "results.jsonl") if row.drafter in names]
+    everything = read_rows(evaluation.folder / "results.jsonl")
+    rows = [row for row in everything if row.drafter in names]
     if not rows:
         others = ", ".join(f"{name} ({one.folder})" for name, one in evaluation.origins.items())
         raise UserError(
             f"{evaluation.folder} did not measure the weights in {folder}; it measured "
             f"{others or 'no drafter with a folder'}. Name runs of these weights, or evaluate them."
         )
-    return _Measured(evaluation, rows)
+    control = {CONTROL} - names
+    return _Measured(
+        evaluation, rows, [row for row in main_rows(everything) if row.drafter in control]
+    )
 
 
 def _figures(one: _Measured, before: int) -> dict[str, plots.Plot]:
@@ -126,15 +141,23 @@ def _section(one: _Measured, figures: dict[str, plots.Plot]) -> str:
     """Return the Markdown of one run: what was measured, its table, its plots and its command."""
     first = one.shown[0]
     columns = ("drafter", "setting", *_COLUMNS)
-    cells = [result_cells(row) | {"setting": row.condition_label} for row in one.shown]
+    listed = [row for rows in by_condition([*one.shown, *one.controls]).values() for row in rows]
+    cells = [result_cells(row) | {"setting": row.condition_label} for row in listed]
+    control = (
+        f"{CONTROL} is the control of the same run: it copies from the text and has no model."
+        if one.controls
+        else f"The run has no control row of {CONTROL}, so it does not show how much of the "
+        f"speedup copying from the text would give."
+    )
     lines = [
-        *(f"**{warning}**\n" for warning in warnings(one.shown)),
+        *(f"**{warning}**\n" for warning in _doubts(listed)),
         f"Benchmark {first.benchmark}, {prompts_label(first)}, up to {first.max_new_tokens} new "
         f"tokens each, in {first.dtype} on {first.hardware} with "
         f"{count_label(first.threads, 'thread')}. The speedup is over autoregressive decoding in "
         f"the same loop ({first.baseline_tokens_per_second:.1f} tokens/s, {first.condition_label}),"
         f" interleaved with the drafter; alpha is the acceptance rate, tau the tokens for each "
-        f"forward of the target, c the cost of a draft step over that of a target's step.",
+        f"forward of the target, c the cost of a draft step over that of a target's step. "
+        f"{control}",
         "",
         _line(columns),
         _line(["---"] * len(columns)),
@@ -162,16 +185,31 @@ def _title(body: str) -> str:
     return found[1] if found else ""
 
 
-def _result(row: Row) -> dict[str, Any]:
-    """Return a row as an entry of the Hub's model-index."""
-    benchmark = f"{row.benchmark}, {row.condition_label}"
+def _doubts(rows: Sequence[Row]) -> list[str]:
+    """Return warnings that precede the figures: those of a report, and one for too few prompts."""
+    found = warnings(rows)
+    if any(row.speedup_low is None for row in rows):
+        found.append(
+            f"Fewer than {MIN_PROMPTS} prompts: the speedups without an interval may be chance. "
+            f"Measure on more prompts."
+        )
+    return found
+
+
+def _result(row: Row, run: str) -> dict[str, Any]:
+    """Return a row as an entry of the Hub's model-index, in names that no other row has.
+
+    run: the run's label if the card shows several, else empty.
+    """
+    what = ", ".join(part for part in (drafter_name(row), row.condition_label, run) if part)
     metrics = [
-        {"type": name.replace(" ", "_"), "name": name, "value": round(vars(row)[key], 4)}
+        {"type": name.replace(" ", "_"), "name": f"{name} ({what})", "value": round(value, 4)}
         for name, key in _METRICS.items()
-        if vars(row)[key] is not None
+        if (value := vars(row)[key]) is not None
     ]
+    kind = re.sub(r"[^a-z0-9]+", "-", row.benchmark.lower())
     return {
         "task": {"type": "text-generation", "name": "speculative decoding"},
-        "dataset": {"type": re.sub(r"[^a-z0-9]+", "-", row.benchmark.lower()), "name": benchmark},
+        "dataset": {"type": kind, "name": f"{row.benchmark} ({what})"},
         "metrics": metrics,
     }

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from huggingface_hub import ModelCard
 from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_json
 from distill.drafter_folder import format_readme
+from eval.report.plots import Plot
+from eval.statistics.schema import read_rows, write_rows
+from jobs.drafters import CONTROL
 from scripts import push_to_hub
 from scripts.model_card import Options, run
 from tests.support import simulated_runs
@@ -30,9 +34,17 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def measured(folder: Path, home: Path) -> Path:
-    """Write a SIMULATED run of eval.run that measured the folder's weights."""
-    path = simulated_runs.write(home, SHALLOW, tokens_seen=1000)
+def measured(folder: Path, home: Path, prompts: int = 26, **changes: object) -> Path:
+    """Write a SIMULATED run of eval.run that measured the folder's weights.
+
+    changes: fields of the drafter's rows.
+    """
+    path = simulated_runs.write(home, SHALLOW, tokens_seen=1000, prompts=prompts)
+    rows = [
+        replace(row, **changes) if row.drafter in SHALLOW else row  # type: ignore[arg-type]
+        for row in read_rows(path / "results.jsonl")
+    ]
+    write_rows(path / "results.jsonl", rows)
     manifest = read_json(path / "manifest.json")
     for one in read_json(path / "drafters.json").values():
         manifest["inputs"][one["folder"]] = hash_input(folder)
@@ -70,6 +82,87 @@ def test_a_card_is_filled_and_filled_again_and_pushed(folder: Path, tmp_path: Pa
     push_to_hub.run(push_to_hub.Options(folder=str(folder), repo="a/b", out=str(out)))
     assert shown(out) == shown(folder), "a push takes the card with its plots"
     assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in shown(out))
+
+
+@pytest.fixture
+def _without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plot, "png", b"")
+
+
+def filled(folder: Path, *runs: Path) -> ModelCard:
+    """Return the folder's card with the figures of these runs."""
+    run(Options(folder=str(folder), runs=[str(path) for path in runs]))
+    return ModelCard.load(folder / "README.md")
+
+
+@pytest.mark.usefixtures("_without_drawing")
+def test_prompt_lookup_is_the_control_row_of_each_setting(folder: Path, tmp_path: Path) -> None:
+    path = measured(folder, tmp_path / "run")
+    made = filled(folder, path)
+    shown = [line.split(" | ") for line in made.text.splitlines() if line.startswith("| ")][2:]
+    rows = [row for row in read_rows(path / "results.jsonl") if row.part == "main"]
+    assert [(line[0].split(" (")[0][2:], line[1]) for line in shown] == [
+        (row.drafter, row.condition_label)
+        for label in dict.fromkeys(row.condition_label for row in rows)
+        for row in sorted(rows, key=lambda one: one.drafter == CONTROL)
+        if row.condition_label == label
+    ]
+    assert {line[0] for line in shown} >= {f"| {CONTROL} (no model)"}
+    assert f"{CONTROL} is the control of the same run" in made.text
+    results = made.data.eval_results or []
+    assert results and not any(CONTROL in str(one.metric_name) for one in results)
+    write_rows(path / "results.jsonl", [row for row in rows if row.drafter != CONTROL])
+    text = filled(folder, path).text
+    assert f"| {CONTROL}" not in text and f"no control row of {CONTROL}" in text, "control"
+
+
+@pytest.mark.usefixtures("_without_drawing")
+def test_results_of_the_model_index_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
+    runs = [measured(folder, tmp_path / name / "run") for name in ("one", "two")]
+    for paths in (runs[:1], runs):
+        results = filled(folder, *paths).data.eval_results or []
+        names = {(one.dataset_name, one.metric_name) for one in results}
+        assert len(names) == len(results) == 6 * len(paths)
+        assert all("simulated-1, " in name for pair in names for name in map(str, pair))
+        settings = ("greedy", "temperature 1, token verification")
+        assert {word for word in settings for pair in names if word in str(pair)} == set(settings)
+    types = [one.metric_type for one in results]
+    assert len(set(types)) < len(types), "control: their types are the same"
+
+
+@pytest.mark.usefixtures("_without_drawing")
+@pytest.mark.parametrize(
+    ("prompts", "changes", "words"),
+    [
+        (26, {"cpu_share": 0.4}, "Other processes used this machine"),
+        (26, {"shards_per_device": 2}, "2 processes"),
+        (3, {}, "Fewer than 5 prompts"),
+        (26, {}, ""),  # control
+    ],
+)
+def test_figures_with_a_warning_stay_out_of_the_model_index(
+    prompts: int, changes: dict[str, object], words: str, folder: Path, tmp_path: Path
+) -> None:
+    filled(folder, measured(folder, tmp_path / "before" / "run"))
+    made = filled(folder, measured(folder, tmp_path / "run", prompts, **changes))
+    assert bool(made.data.eval_results) == (not words), "also those of earlier calls are gone"
+    measurements = made.text.partition("## Measured")[2]
+    assert f"**{words}" in measurements if words else "**" not in measurements
+    assert "| simulated-1 " in measurements, "the text shows them"
+
+
+@pytest.mark.usefixtures("_without_drawing")
+def test_one_disturbed_row_leaves_the_others_in_the_model_index(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = measured(folder, tmp_path / "run")
+    rows = read_rows(path / "results.jsonl")
+    write_rows(
+        path / "results.jsonl",
+        [replace(row, cpu_share=0.4) if row.temperature else row for row in rows],
+    )
+    results = filled(folder, path).data.eval_results or []
+    assert results and all("greedy" in str(one.metric_name) for one in results)
 
 
 def test_wrong_folders_and_runs_are_refused(folder: Path, tmp_path: Path) -> None:
