@@ -1,5 +1,6 @@
 """Sockets of the servers, the number of their connections, and checks of shared settings."""
 
+import errno
 import importlib.util
 import ipaddress
 import logging
@@ -38,10 +39,9 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else without_stop(error)
         remedy = "Set port= to another one, or port=0 for a free one, or host= to this machine's."
-        raise UserError(
-            f"cannot listen on {host}:{port}: {without_stop(error)}. {remedy}"
-        ) from error
+        raise UserError(f"cannot listen on {host}:{port}: {why}. {remedy}") from error
 
 
 def address_of(listener: socket.socket) -> str:
