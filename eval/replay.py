@@ -30,7 +30,7 @@ from eval.config import ReplayConfig
 from eval.logged.published import write_totals
 from eval.logged.reading import read_log
 from eval.logged.records import RECORDS
-from eval.logged.replay import Replay, refuse_drafter, refuse_mapping, replay
+from eval.logged.replay import Replay, refuse_drafter, refuse_entry, refuse_mapping, replay
 from eval.logged.rows import ReplayedOutput, ReplayRow, outputs_of, replay_table, rows_of
 from eval.logged.texts import LoggedTexts, Reader
 from eval.logged.traces import emitted_tokens
@@ -96,6 +96,8 @@ def check(cfg: ReplayConfig) -> None:
     if cfg.stopping is not None:
         check_choice("stopping", cfg.stopping, NAMES)
     refuse_parallel(cfg.target)
+    for entry in cfg.drafters:
+        refuse_entry(entry)
     drafter_list.check_entries(cfg.drafters)
 
 
@@ -258,7 +260,8 @@ def _print_plan(cfg: ReplayConfig) -> None:
         if not _missing(cfg.drafters):
             describe_drafters(cfg)
         logged, _, _ = read_texts(cfg)
-        print(f"log: {len(logged.texts)} outputs, {logged.tokens:,} tokens ({logged.kind})")
+        outputs = text.count_label(len(logged.texts), "output")
+        print(f"log: {outputs}, {logged.tokens:,} tokens ({logged.kind})")
         print("".join(f"{note}\n" for note in describe(logged)), end="")
     names = [
         one.get("name", one.get("use")) if isinstance(one, dict) else one for one in cfg.drafters

@@ -48,6 +48,13 @@ class Replay:
         return self.passes * sum(len(text.tokens) for text in texts) / max(self.seconds, 1e-9)
 
 
+def refuse_entry(entry: Any) -> None:
+    """Raise UserError for an entry of `drafters` that names a kind of head, before its folder."""
+    use = entry.get("use") if isinstance(entry, Mapping) else entry
+    if use in TRAINED:
+        raise _refusal(str(use), "is a head, which reads the target's hidden states")
+
+
 def refuse_mapping(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError, before it is loaded, for a drafter that needs more than the text."""
     dotted = str(mapping["_target_"])

@@ -9,7 +9,7 @@ import pytest
 from decoding.errors import UserError
 from eval.analyze import Analyzed, lines, read
 from eval.config import BenchmarkConfig, ReplayConfig
-from eval.replay import ROWS, read_rows, run
+from eval.replay import ROWS, check, read_rows, run
 from eval.report.plots import Plot
 from eval.run import run as evaluate
 from eval.statistics.schema import read_rows as read_evaluation
@@ -197,6 +197,10 @@ def test_heads_are_refused_by_name(evaluated: Path, tmp_path: Path) -> None:
     (tmp_path / "head" / "config.json").write_text('{"model_type": "medusa"}')
     with pytest.raises(UserError, match=r"is a head \(medusa\), which reads the target's hidden"):
         run(config(evaluated, "head", drafters=[str(tmp_path / "head")]))
+    for asked in ("medusa", {"use": "eagle3"}):  # before their folders are asked for
+        with pytest.raises(UserError, match="is a head, which reads .*python -m eval.run"):
+            check(config(evaluated, "head", drafters=[asked]))
+    check(config(evaluated, "control", drafters=["suffix_lookup"]))
 
 
 def test_what_needs_costs_is_refused(evaluated: Path) -> None:
