@@ -11,6 +11,7 @@ from decoding.errors import UserError
 from eval.config import BenchmarkConfig
 from eval.logged.entries import Entry, Message
 from eval.measure.benchmarks import conversation, select_prompts
+from eval.report.text import count_label
 from jobs.paths import resolve
 from training.data.chat import choose_rendering
 from training.data.readers import Prompt
@@ -101,9 +102,10 @@ class PromptSource:
         if not all(entry.id for entry in entries):
             requests = [entry.place for entry in entries if entry.sample == 0]
             if len(requests) != len(prompts):
+                outputs = count_label(len(requests), "output")
                 raise UserError(
-                    f"the log holds {len(requests)} outputs without the ids of their prompts, and "
-                    f"{self.cfg.path} {len(prompts)} prompts; expected as many. Set "
+                    f"the log holds {outputs} without the ids of their prompts, and "
+                    f"{self.cfg.path} {count_label(len(prompts), 'prompt')}; expected as many. Set "
                     f"benchmark.path= to the log's prompts, in its order (benchmark.first=N keeps "
                     f"the first N)."
                 )

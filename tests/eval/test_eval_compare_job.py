@@ -260,7 +260,7 @@ def test_unfinished_and_damaged_evaluations_are_refused(runs, tmp_path):
     ("folders", "changes", "message"),
     [
         ([], {}, "runs is empty. Name finished run folders"),
-        (["nowhere"], {}, "runs: .*nowhere matches no folder"),
+        (["nowhere"], {}, "runs: '.*nowhere' matches no folder"),
         (["no*where"], {}, "runs: .*matches no folder .*or a glob"),
         ([""], {}, "is not a finished run of eval.run: it has no config.yaml, manifest.json"),
         ([""], {"prompts": "some"}, "prompts=some is unknown, expected headline or all"),

@@ -273,7 +273,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         r"output of prompt 'z', expected one of .* the prompts of 1 of 1 outputs",
     ),
     ({"id": "a", "turns": ["A", "B", "C"]}, r"output of turn 3 of 'a', which has 2 in"),
-    ({"token_ids": HELLO}, r"1 outputs without the ids of their prompts, and .* 2 prompts"),
+    ({"token_ids": HELLO}, r"holds 1 output without the ids of their prompts, and .* 2 prompts"),
     (PAIR | {"token_ids": [5000]}, r"found token 5000, expected ids below 101"),
     (PAIR | {"output": "Good bye"}, r"the ids are 'Hello there' here and 'Good bye' in the log"),
     ({"prompt": "Hi?", "output": "A", "prompt_tokens": 9}, r"has 5 tokens here and 9 in the log"),

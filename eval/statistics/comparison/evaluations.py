@@ -80,7 +80,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
         folders = [match for match in map(Path, matches) if match.is_dir()]
         if not folders:
             raise UserError(
-                f"runs: {pattern} matches no folder (working folder: {Path.cwd()}). Expected a "
+                f"runs: {pattern!r} matches no folder (working folder: {Path.cwd()}). Expected a "
                 f"finished run folder of eval.run, or a glob of such folders."
             )
         for folder in folders:
