@@ -39,6 +39,8 @@ _WHY_UNRELIABLE = (
     "than its parts"
 )
 
+_PREDICTED = "predicted_"  # begins the names of predicted figures
+
 # transformers' assisted generation would vary the draft length
 _FIXED = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 
@@ -296,16 +298,27 @@ def tokenizer_on_card(card: dict[str, Any]) -> str:
 
 
 def figures_on_card(card: dict[str, Any]) -> str:
-    """Return the held-out figures of a card in one line, or `not measured`."""
+    """Return the held-out figures of a card, predictions in a second sentence, or `not measured`.
+
+    There is no full stop at the end.
+    """
     measured = {key: value for key, value in card["acceptance"].items() if isinstance(value, float)}
     temperature = measured.pop("temperature", None)
     unreliable = measured.pop(UNRELIABLE, None)
     shown = {key: f"{value:.3f}" for key, value in measured.items()}
     if unreliable:
         shown[SPEEDUP] = f"unreliable ({_WHY_UNRELIABLE})"
+    if LENGTH in measured:
+        shown[LENGTH] = f"{measured[LENGTH]:.0f}"
     if (ratio := card["cost_ratio"]) is not None:
         shown[COST_RATIO] = f"{ratio:.3f}"
-    figures = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())
-    if not figures:
-        return "not measured"
-    return figures if temperature is None else f"{figures}, texts at temperature {temperature:g}"
+    found: list[str] = []
+    predicted: list[str] = []
+    for key, value in shown.items():
+        words = key.removeprefix(_PREDICTED).replace("_", " ")
+        (predicted if key.startswith(_PREDICTED) else found).append(f"{words} {value}")
+    if shown and temperature is not None:
+        found.append(f"texts at temperature {temperature:g}")
+    if predicted:
+        predicted[0] = f"Predicted: {predicted[0]}"
+    return ". ".join(", ".join(part) for part in (found, predicted) if part) or "not measured"

@@ -60,14 +60,16 @@ def test_a_readme_shows_no_unreliable_speedup(
     drafter: Path, embedded_target: Path, unreliable: bool
 ):
     figures = {"acceptance": 0.5, "predicted_speedup": 1.234, "temperature": 0.0}
+    figures["predicted_draft_length"] = 4.0
     if unreliable:
         figures["predicted_speedup_unreliable"] = 1.0
     origin = Provenance.untrained("mine", "embedded:target", embedded_target)
     origin = dataclasses.replace(origin, acceptance=figures)
     write_card(drafter, AutoModelForCausalLM.from_pretrained(drafter), origin)
     readme = (drafter / "README.md").read_text()
-    assert "Held-out: acceptance 0.500, predicted speedup " in readme
-    assert ("predicted speedup unreliable (other processes" in readme) == unreliable
+    assert "Held-out: acceptance 0.500, texts at temperature 0. Predicted: speedup " in readme
+    assert ", draft length 4.\n" in readme, "a whole number"
+    assert ("Predicted: speedup unreliable (other processes" in readme) == unreliable
     assert ("1.234" in readme) == (not unreliable)
 
 
