@@ -2,6 +2,8 @@
 
 from html import escape
 
+from decoding.interfaces import EXACT
+from decoding.rounds.ties import TIE_GAP
 from serving.web.race import PaneState, RaceState
 
 IDLE, WAITING, RUNNING, FINISHED, STOPPED = "idle", "waiting", "running", "finished", "stopped"
@@ -53,13 +55,23 @@ def verdict_of(state: RaceState) -> str:
     if not state.compared:
         return f"{stopped}Two samples of one distribution: the texts may differ."
     if state.differs_at is not None:
-        return (
-            f"{stopped}The texts differ from token {state.differs_at + 1} on, where the target's "
-            f"two best tokens nearly tie."
-        )
+        return stopped + _difference(state.differs_at, state.gap, state.dtype)
     if status == FINISHED:
         return f"Both texts are equal: the same {both} tokens."
     return f"{stopped}Equal so far: {both} tokens." if both else stopped or "Reading the prompt."
+
+
+def _difference(at: int, gap: float | None, dtype: str) -> str:
+    """Return a sentence on two texts that differ; only a measured gap excuses them."""
+    differ = f"The texts differ from token {at + 1} on"
+    if gap is None:
+        return f"{differ}."
+    if gap < TIE_GAP and dtype in EXACT:
+        return f"{differ}, where the target's two best tokens nearly tie: {gap:.1e} apart."
+    apart = f"where the target's two best tokens are {gap:.1e} apart"
+    if dtype not in EXACT:
+        return f"{differ}, {apart}. With {dtype}'s rounding, equality is not guaranteed."
+    return f"{differ}, {apart}. This is a fault in decoding: please report it."
 
 
 def _figures(state: RaceState) -> str:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from decoding.interfaces import Drafter, Target
+from decoding.interfaces import Drafter, Target, precision
 from decoding.loop import prefill_batch
 from decoding.models.text.text_stream import BROKEN, TextStream
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.rounds.ties import first_difference
+from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 
 TextOf = Callable[[Sequence[int]], str]
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"
@@ -75,8 +75,12 @@ class RaceState:
     drafted: PaneState
     # whether both texts must be equal: greedy or coupled decoding
     compared: bool
-    # index of the first token that differs among those that both have; None: all are equal
+    # index of the first token that differs among those that both have, or in both whole texts once
+    # they have ended; None: all are equal
     differs_at: int | None = None
+    # between the scores of the target's two best tokens there; None until the run has ended
+    gap: float | None = None
+    dtype: str = "float32"  # of the target
     # whether the drafted pane's clock is virtual (decoding/schedules/pearl.py)
     virtual: bool = False
     stopped: bool = False
@@ -181,13 +185,23 @@ class Race:
         self.plain, self.drafted = plain, drafted
         self.compared, self.in_turn, self.virtual = compared, in_turn, virtual
         self.stopped = False
+        self.gap: float | None = None  # see RaceState.gap
 
     def rounds(self, prompt: Sequence[int], stop: Callable[[], bool]) -> Iterator[None]:
         """Decode the prompt, and yield after every round.
 
-        stop: called between rounds; if it returns true, both texts end where they are. Raises
-        UserError as `decoding.loop.prefill_batch` and `Batch.round` do.
+        stop: called between rounds; if it returns true, both texts end where they are. Afterwards
+        the gap is measured if they differ. Raises UserError as `decoding.loop.prefill_batch` and
+        `Batch.round` do.
         """
+        yield from self._rounds(prompt, stop)
+        at = self.differs_at
+        if self.compared and at is not None:
+            before = [*prompt, *self.plain.generation.tokens[:at]]
+            scores_V = choice_scores(self.plain.target, before, self.plain.settings, 0)
+            self.gap = top_two_gap(scores_V)
+
+    def _rounds(self, prompt: Sequence[int], stop: Callable[[], bool]) -> Iterator[None]:
         panes = (self.plain, self.drafted)
         try:
             while running := [pane for pane in panes if not pane.done]:
@@ -209,15 +223,24 @@ class Race:
                 pane.close()
 
     @property
-    def state(self) -> RaceState:
-        """Both panes now."""
+    def differs_at(self) -> int | None:
+        """See RaceState.differs_at."""
         ours, theirs = self.drafted.generation.tokens, self.plain.generation.tokens
         both = min(len(ours), len(theirs))
+        if self.plain.done and self.drafted.done:
+            both = max(len(ours), len(theirs))
+        return first_difference(ours[:both], theirs[:both])
+
+    @property
+    def state(self) -> RaceState:
+        """Both panes now."""
         return RaceState(
             self.plain.state,
             self.drafted.state,
             self.compared,
-            first_difference(ours[:both], theirs[:both]),
+            self.differs_at,
+            self.gap,
+            precision(self.plain.target),
             self.virtual,
             self.stopped,
         )

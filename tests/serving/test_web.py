@@ -13,6 +13,8 @@ import pytest
 from decoding.engine import text_of
 from decoding.errors import UserError
 from decoding.loop import decode
+from decoding.rounds.stats import Generation
+from decoding.rounds.ties import TIE_GAP, choice_scores, top_two_gap
 from jobs.config import TargetConfig
 from serving.web.config import WebConfig
 from serving.web.demo import Ask, Demo
@@ -89,9 +91,28 @@ def test_control_different_texts_are_reported(demo: Demo):
     race, _ = demo.prepare(ask(), ids)
     other, _ = demo.prepare(ask(temperature=1.5, seed=3), ids)
     mixed = Race(race.plain, other.drafted, compared=True)
-    last = rounds_of(mixed, ids)[-1]
-    assert last.differs_at is not None
-    assert f"differ from token {last.differs_at + 1} on" in verdict_of(last)
+    before = rounds_of(mixed, ids)[-1]
+    last, at = mixed.state, mixed.differs_at
+    assert at is not None and last.differs_at == at
+    assert verdict_of(before) == f"The texts differ from token {at + 1} on.", "no cause yet"
+    scores_V = choice_scores(
+        demo.models.target, [*ids, *race.plain.generation.tokens[:at]], race.plain.settings, 0
+    )
+    assert last.gap == pytest.approx(top_two_gap(scores_V)) and last.gap > TIE_GAP
+    assert "tie" not in verdict_of(last) and "This is a fault in decoding" in verdict_of(last)
+    half = verdict_of(replace(last, dtype="bfloat16"))
+    assert "tie" not in half and "With bfloat16's rounding" in half
+    tied = verdict_of(replace(last, gap=TIE_GAP / 2))
+    assert "nearly tie: 5.0e-05 apart" in tied and "fault" not in tied
+    assert verdict_of(replace(last, stopped=True)).startswith("Stopped. The texts differ")
+
+
+def test_control_a_text_that_ends_early_is_reported(demo: Demo):
+    asked = ask(max_new_tokens=12)
+    race, ids = demo.prepare(ask(), demo.check(ask()))
+    cut = Race(race.plain, demo.prepare(asked, ids)[0].drafted, compared=True)
+    rounds_of(cut, list(ids))
+    assert cut.state.differs_at == 12 and "equal" not in verdict_of(cut.state)
 
 
 def test_text_grows_and_accepted_tokens_are_marked(demo: Demo):
@@ -124,6 +145,7 @@ class Clock(Pane):
 
     def __init__(self, seconds: list[float]) -> None:
         self.left, self.clock, self.opened = list(seconds), 0.0, False
+        self.generation = Generation()
 
     @property
     def is_open(self) -> bool:
