@@ -50,7 +50,7 @@ PAGES.filters |= {
 PAGES.filters["with_interval"] = text.with_interval
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
 PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
-PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL}
+PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL, "MIN_PROMPTS": MIN_PROMPTS}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a headline card for the best row under each condition, measured on a wall clock.
 
     Lossy rows have none. Drafters without a model count only if there is no other. If the prompts
-    that do not loop are too few for an interval, all prompts count.
+    that do not loop are too few for an interval, the best row on all prompts is named without a
+    headline figure.
     """
     lossless = [row for row in shown if row.lossless != LOSSY]
     ranked = [row for row in lossless if row.schedule not in (ALONE, *VIRTUAL)]
@@ -176,6 +177,7 @@ def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
         )
         group = [row for row in ranked if row.condition_label == label]
         card = _card(label, text.drafter_label(best), best, len(rivals), group, everything)
+        card["few"] |= everything
         if card["tone"] == "good" and text.disturbance(shown):
             card["tone"] = ""  # a win on a busy machine is not coloured
         cards.append(card)
@@ -208,6 +210,7 @@ def _card(
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},
+        "few": speed is not None and speed.low is None,  # too few prompts for a headline
         "alpha": row.alpha if everything else row.headline_alpha,
         "tau": row.tau if everything else row.headline_tau,
         "control": counted_speedup(controls[0], everything) if controls else None,

@@ -242,17 +242,24 @@ def test_a_single_prompt_is_not_plural(rows, records, html):
     single = [
         dataclasses.replace(row, prompts=1, prompts_asked=1, headline_prompts=1) for row in rows
     ]
+    assert "1 of 1 text does not loop, and a headline counts at least 5" in page(
+        single, records, PROVENANCE
+    )
     assert "\nAll 1 prompt; no text" in page(single, records, PROVENANCE)
 
 
-def test_a_headline_over_too_few_prompts_that_do_not_loop_counts_all(rows, records):
+def test_too_few_prompts_that_do_not_loop_make_no_headline(rows, records):
     for count, shows in ((MIN_PROMPTS - 1, False), (MIN_PROMPTS, True)):
         few = [
             dataclasses.replace(row, headline_prompts=count, headline_speedup=9.0) for row in rows
         ]
         html = page(few, records, PROVENANCE)
-        assert ("9.00×" in html) == shows
-        assert (" prompts, loops included." in html) != shows
+        assert ("9.00×" in html) == shows == ('<div class="big' in html)
+        assert (" prompts, loops included: " in html) != shows
+        words = (
+            rf"more prompts\. {count} of \d+ texts do not loop, and a headline counts at least 5"
+        )
+        assert bool(re.search(words, html)) != shows
 
 
 def test_a_benchmark_of_any_name_is_named_once(rows, records):
