@@ -98,7 +98,8 @@ def _unmeasured_by_bound(first: Row) -> list[str]:
     if left <= 0:
         return []
     over = (
-        f"was over, after {first.overrun_seconds:.0f} s, when the fewest were measured"
+        f"was over, after {first.overrun_seconds:.0f} s, when the minimum of {first.prompts} was "
+        f"measured"
         if first.overrun_seconds
         else "ended before they were measured"
     )

@@ -18,7 +18,7 @@ from decoding.costs.prediction import predicted_speedup
 from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure.benchmarks import spread
-from eval.measure.deadline import Deadline
+from eval.measure.deadline import LEAST, Deadline
 from eval.measure.lengths import longest_draft, sweep_lengths
 from eval.measure.measurement import Task, measure_unit, units_of
 from eval.measure.parts import (
@@ -95,7 +95,7 @@ class Session:
         warm_up(self.loaded, self.cfg)
         bounds = self.deadline.bounds
         with ProgressBar("eval", 100 if bounds else total, percent=bounds) as bar:
-            progress = _Progress(bar, total, self.deadline)
+            progress = _Progress(bar, total, self._minimum(), self.deadline)
             measured = dict.fromkeys(("sweep", "main"), 0)
             for tasks in self._blocks():
                 part = tasks[0].part
@@ -103,6 +103,7 @@ class Session:
                 # A block that was begun is finished: all conditions have the same prompts.
                 if len(missing) == len(tasks) and not self.deadline.has_room(part, measured[part]):
                     continue
+                progress.in_minimum = measured[part] < LEAST[part]
                 began = self.deadline.seconds
                 for task in tasks:
                     self._measure_unit(task, progress)
@@ -110,7 +111,19 @@ class Session:
                 if missing and self.deadline.bounds:
                     self.deadline.count(part, self.deadline.seconds - began)
             self.overrun_seconds = self.deadline.overrun_seconds(measured["main"])
-            progress.end(self.overrun_seconds)
+            prompts = measured["main"] * max(cfg.batch_sizes)
+            progress.end(prompts, self.overrun_seconds)
+
+    def _minimum(self) -> int:
+        """Return the number of batches of the blocks that are decoded even beyond the bound."""
+        arms, left = _arm_counts(self.cfg, self.loaded), dict(LEAST)
+        total = 0
+        for tasks in self._blocks():
+            part = tasks[0].part
+            left[part] -= 1
+            if left[part] >= 0:
+                total += sum(self.loaded.bench.decodings(task, arms[part]) for task in tasks)
+        return total
 
     def _blocks(self) -> list[list[Task]]:
         """Return the blocks of tasks that this process measures."""
@@ -294,11 +307,7 @@ def generations(
 
     shard: count its share alone. Raises UserError if a part has too few prompts for a batch.
     """
-    everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
-    arms = {
-        "sweep": sum(len(sweep_lengths(facts, cfg)) for facts in everyone),
-        "main": sum(given if facts.length_rule == "given" else 1 for facts in everyone),
-    }
+    arms = _arm_counts(cfg, loaded)
     return {
         condition: sum(
             loaded.bench.decodings(task, arms[part])
@@ -307,6 +316,15 @@ def generations(
             if shard is None or shard.holds(task)
         )
         for condition in conditions(cfg)
+    }
+
+
+def _arm_counts(cfg: EvalConfig, loaded: Loaded) -> dict[str, int]:
+    """Return the number of arms of each part besides the baselines."""
+    everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
+    return {
+        "sweep": sum(len(sweep_lengths(facts, cfg)) for facts in everyone),
+        "main": sum(given if facts.length_rule == "given" else 1 for facts in everyone),
     }
 
 
@@ -321,14 +339,17 @@ class _Progress:
     """Progress bar that is updated between decodings, while no clock runs.
 
     It counts the decodings of the run, whose total is known in advance. With a bound in seconds,
-    which decides how many there will be, it shows the percent of the work or of the seconds,
-    whichever ends first.
+    which decides how many there will be, it shows the percent of all work, or that of the seconds
+    or of the minimum of prompts, whichever of these two ends last.
     """
 
-    def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
-        self.bar, self.total, self.deadline = bar, total, deadline
+    def __init__(self, bar: ProgressBar, total: int, minimum: int, deadline: Deadline) -> None:
+        """minimum: decodings that are made even beyond the bound."""
+        self.bar, self.total, self.minimum, self.deadline = bar, total, minimum, deadline
+        self.in_minimum = True  # whether the current unit belongs to them
         self.part = ""  # of the run, in words
         self._finished = self._of_unit = 0  # decodings of finished units, and of the current one
+        self._of_minimum = 0  # those of finished units that belong to the minimum
         self._tokens, self._seconds = 0, 0.0
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
@@ -347,20 +368,23 @@ class _Progress:
         """Count a finished unit as its planned decodings, however many were needed."""
         decoded, self._of_unit = self._of_unit, 0
         self._finished += decodings
+        self._of_minimum += decodings if self.in_minimum else 0
         if decoded < decodings:
             why = "turns longer than the context are left out" if decoded else "already measured"
             self._show(f"{self.part}: {why}")
 
-    def end(self, overrun_seconds: float) -> None:
+    def end(self, prompts: int, overrun_seconds: float) -> None:
         """Show the end of a run whose bound left prompts out.
 
-        overrun_seconds: see Row.overrun_seconds.
+        prompts: those of the main part. overrun_seconds: see Row.overrun_seconds.
         """
         if self._finished < self.total:
             limit = f"{self.deadline.max_seconds:g} s"
             note = f"as many prompts as fit into {limit}"
             if overrun_seconds:
-                note = f"the fewest, in {overrun_seconds:.0f} s (limit {limit})"
+                note = (
+                    f"the minimum of {prompts} prompts, in {overrun_seconds:.0f} s (limit {limit})"
+                )
             self.bar.update(100, note)
 
     def _show(self, note: str) -> None:
@@ -369,5 +393,7 @@ class _Progress:
             self.bar.update(count, note)
             return
         spent = self.deadline.seconds / self.deadline.max_seconds
-        unfinished = min(99.0, 100 * max(count / self.total, spent))
+        of_minimum = self._of_minimum + (self._of_unit if self.in_minimum else 0)
+        bounded = min(spent, of_minimum / self.minimum)
+        unfinished = min(99.0, 100 * max(count / self.total, bounded))
         self.bar.update(100 if count == self.total else unfinished, f"{count} decodings, {note}")

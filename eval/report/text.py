@@ -190,7 +190,7 @@ def prompts_label(row: Row) -> str:
     why = f"those that fit into {row.max_seconds:g} s"
     if row.overrun_seconds:
         took = f"{row.overrun_seconds:.0f} s, limit {row.max_seconds:g} s"
-        why = f"the fewest measured; measuring took {took}"
+        why = f"the minimum; measuring took {took}"
     return f"{row.prompts} of {row.prompts_asked} prompts ({why})"
 
 

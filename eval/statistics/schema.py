@@ -211,7 +211,7 @@ class Row:
     reading_gigabytes_per_second: float | None = None
     product_gigaflop_per_second: float | None = None
     max_seconds: float = 0.0  # bound on the measurement; 0: none
-    # seconds of measurement if the fewest prompts took longer than max_seconds, else 0
+    # seconds of measurement if the minimum of prompts took longer than max_seconds, else 0
     overrun_seconds: float = 0.0
     draft_vocab_size: int = 0  # tokens that the drafter can propose; 0: all
     prompts_asked: int = 0  # number that `prompts` would be without the bound; 0: no bound

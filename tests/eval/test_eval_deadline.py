@@ -114,13 +114,13 @@ def test_a_minimum_that_exceeds_the_bound_is_reported_with_its_seconds(home, clo
     folder = run(bounded(home, "over", max_seconds=20.0), clock)
     assert clock.now == 2 * 6 + 5 * 4
     assert {row.overrun_seconds for row in read_rows(folder / "results.jsonl")} == {32.0}
-    words = "5 of 12 prompts (the fewest measured; measuring took 32 s, limit 20 s)"
+    words = "5 of 12 prompts (the minimum; measuring took 32 s, limit 20 s)"
     told = capsys.readouterr()
     assert words in " ".join(told.out.split()) and "fit into" not in told.out + told.err
-    assert "the fewest, in 32 s (limit 20 s)" in " ".join(told.err.split())
+    assert "the minimum of 5 prompts, in 32 s (limit 20 s)" in " ".join(told.err.split())
     page = (folder / "report.html").read_text()
     assert words in page and "fit into" not in page
-    unmeasured = "max_seconds=20 was over, after 32 s, when the fewest were measured"
+    unmeasured = "max_seconds=20 was over, after 32 s, when the minimum of 5 was measured"
     assert f"7 of 12 prompts: {unmeasured}" in page
     run(bounded(home, "over", max_seconds=20.0), clock)
     assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
@@ -225,6 +225,26 @@ def test_the_progress_under_a_bound_is_a_percentage(home, clock, capsys, monkeyp
     shown = [int(one.removesuffix("%")) for one in progress_of(capsys.readouterr().err)]
     assert shown == sorted(shown) and shown.count(100) == 1 and shown[-1] == 100
     assert len(set(shown)) > 10
+
+
+@pytest.mark.parametrize("costs", [0.0, 60.0])
+def test_the_progress_goes_on_where_the_costs_use_up_the_bound(
+    home, clock, capsys, monkeypatch, costs
+):
+    monkeypatch.setattr("jobs.progress.PLAIN_EVERY_SECONDS", 0.0)
+
+    def freeze_costs(*_: object) -> None:
+        clock.now = costs
+
+    monkeypatch.setattr("eval.measure.session.freeze_costs", freeze_costs)
+    measured(home, clock, f"costs_{costs:.0f}", max_seconds=40.0)
+    shown = [int(one.removesuffix("%")) for one in progress_of(capsys.readouterr().err)]
+    batches = 2 * 6 + 5 * 4
+    assert shown == sorted(shown) and shown[-1] == 100
+    if costs:
+        assert shown[:-2] == [100 * done // batches for done in range(1, batches)]
+    else:
+        assert shown[:12] == [int(100 * done / 40) for done in range(1, 13)], "the seconds"
 
 
 def test_a_dry_run_names_the_bound(home, capsys):
