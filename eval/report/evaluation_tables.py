@@ -210,10 +210,10 @@ def categories_table(rows: Sequence[Row]) -> Table:
             "drafter": text.drafter_name(row),
             "setting": row.condition_label,
             "category": part.category,
+            "speedup [95 %]": with_interval(part.speedup, part.speedup_low, part.speedup_high),
             "prompts": str(part.prompts),
             "alpha": number(part.alpha),
             "tau": number(part.tau),
-            "speedup [95 %]": with_interval(part.speedup, part.speedup_low, part.speedup_high),
         }
         for row, part in parts
     ]

@@ -23,7 +23,7 @@ from eval.report import (
     plots,
     text,
 )
-from eval.report.tables import WORDS, used_words
+from eval.report.tables import WORDS, by_setting, used_words
 from eval.statistics.comparison.entries import ALL, counted_speedup
 from eval.statistics.comparison.evaluations import Evaluation
 from eval.statistics.comparison.panels import Panel
@@ -50,6 +50,7 @@ PAGES.filters |= {
 PAGES.filters["with_interval"] = text.with_interval
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
 PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
+PAGES.globals |= {"by_setting": by_setting}
 PAGES.globals |= {"LOOPING_BELOW": LOOPING_BELOW, "STALL": STALL, "MIN_PROMPTS": MIN_PROMPTS}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SETTING = "setting"  # column of the condition or run that rows belong to
 # Columns of words, which are aligned left.
@@ -43,6 +43,28 @@ def make_table(
         columns = [name for name in columns if name != SETTING]
     cells = [[row.get(name, "") for name in columns] for row in rows]
     return Table(title, columns, cells, list(marks) or [""] * len(rows), tuple(spare))
+
+
+def by_setting(table: Table) -> list[Table]:
+    """Return a table for each setting, titled with it; the table without title if it has none."""
+    if SETTING not in table.columns:
+        return [replace(table, title="")]
+    at = table.columns.index(SETTING)
+    columns = table.columns[:at] + table.columns[at + 1 :]
+    return [
+        Table(
+            setting[0].upper() + setting[1:],
+            columns,
+            [cells[:at] + cells[at + 1 :] for cells in table.rows if cells[at] == setting],
+            [
+                mark
+                for cells, mark in zip(table.rows, table.marks, strict=True)
+                if cells[at] == setting
+            ],
+            table.spare,
+        )
+        for setting in dict.fromkeys(cells[at] for cells in table.rows)
+    ]
 
 
 def used_words(legend: Mapping[str, str], tables: Sequence[Table]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from eval.report.evaluation_tables import predictions_table, result_tables
 from eval.report.layout import FOLDED, fit
 from eval.report.page import evaluation_page
-from eval.report.tables import Table, make_table, used_words
+from eval.report.tables import Table, by_setting, make_table, used_words
 from eval.report.terminal import print_evaluation, print_tables
 from eval.report.text import LEGEND
 from eval.statistics.schema import Row, main_rows
@@ -130,3 +130,27 @@ def test_the_legend_has_only_words_that_are_used(
     assert "from trace" in used_words(LEGEND, [predictions_table(named)])
     page = evaluation_page(overlapped, records, PROVENANCE)
     assert re.search("<dt>from trace</dt>", page) and "one from a trace more than 5 % off," in page
+
+
+def test_a_table_is_divided_by_setting_with_its_marks():
+    cells = [
+        {"drafter": name, "setting": setting, "alpha": f"{name} {setting}"}
+        for name in ("one", "two")
+        for setting in ("greedy", "hot")
+    ]
+    whole = make_table("Title", cells, ["bad", "", "", "bad"])
+    greedy, hot = by_setting(whole)
+    assert (greedy.title, hot.title) == ("Greedy", "Hot")
+    assert greedy.columns == hot.columns == ["drafter", "alpha"]
+    assert greedy.rows == [["one", "one greedy"], ["two", "two greedy"]]
+    assert (greedy.marks, hot.marks) == (["bad", ""], ["", "bad"])
+    [alone] = by_setting(make_table("Title", cells[::2]))
+    assert alone.title == "" and alone.rows == greedy.rows, "control: one setting has no column"
+    assert by_setting(make_table("Title", [])) == [make_table("", [])]
+
+
+@pytest.mark.parametrize("title", ["Where each drafter loses", "By category"])
+def test_settings_head_tables_and_take_no_column(html, title):
+    section = html.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
+    assert "<h3>Greedy</h3>" in section and "<h3>Temperature 1" in section
+    assert ">setting</th>" not in section and ">setting</th>" in html, "control: others have it"
