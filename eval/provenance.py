@@ -134,7 +134,7 @@ def describe_draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None
         some = f"{measured} of " if measured is not None and measured < count else ""
         set_by.append(
             f"{'a' if lengths else 'chosen for each drafter in a'} sweep on {some}{count} prompts "
-            f"from all over {file}, none of which is measured"
+            f"from all over {file}, none of which is in the main part"
         )
     caps: dict[int, list[str]] = {}
     for name, facts in loaded.facts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,13 @@ def _speedup(row: Row) -> Interval:
 def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
     """Plot measured and predicted speedup over the draft length."""
     axes = make_axes(f"Speedup by draft length: {label}", "draft length gamma", speedup=True)
-    names = list(dict.fromkeys(row.drafter for row in rows))
+    names, dashed = list(dict.fromkeys(row.drafter for row in rows)), ""
     for index, name in enumerate(names):
         mine = sorted((r for r in rows if r.drafter == name), key=lambda r: r.num_draft_tokens)
         gammas = [row.num_draft_tokens + shift(index, len(names), 0.06) for row in mine]
         predicted = [np.nan if r.unreliable else r.predicted_speedup or np.nan for r in mine]
+        if any(np.isfinite(one) and np.isfinite(two) for one, two in pairwise(predicted)):
+            dashed = "Dashed: predicted. "
         axes.plot(gammas, predicted, linewidth=1, dashes=(3, 2), color=styles[name].colour)
         speeds = [_speedup(row) for row in mine]
         colour, marker = styles[name].colour, styles[name].marker
@@ -55,8 +58,7 @@ def speedup_by_gamma(rows: Sequence[Row], styles: Styles, label: str) -> Plot:
     measured += describe_intervals([_speedup(row) for row in rows])
     return make_plot(
         axes,
-        f"Points: measured on {measured}. Dashed: predicted. Below 1x the drafter costs more "
-        f"than it gains.",
+        f"Points: measured on {measured}. {dashed}Below 1x the drafter costs more than it gains.",
     )
 
 

@@ -19,6 +19,7 @@ from jobs.drafter_use import ALONE
 
 # Shares by which a prediction, by formula and from a trace, may be off without a mark.
 PREDICTED_WITHIN, FROM_TRACE_WITHIN = 0.1, 0.05
+LEAST_OVERHEAD = -0.05  # below it more than clock noise was wrong with the separate timings
 BASELINE = {"drafter": "none (autoregressive)"}
 # Columns that narrow terminals leave out.
 SPARE = (
@@ -45,7 +46,7 @@ def result_cells(row: Row) -> dict[str, str]:
         "tau": number(row.tau),
         "c": number(row.cost_ratio, 3),
         "V": number(row.target_ms_per_round / row.t_target_ms[1]) if verifies else NONE,
-        "overhead": percent(row.overhead),
+        "overhead": percent(row.overhead) if row.overhead >= LEAST_OVERHEAD else text.UNRELIABLE,
         "predicted": text.predicted(row.predicted_speedup, row),
         "output": row.lossless,
     }
@@ -111,12 +112,13 @@ def predictions_table(named: Sequence[tuple[str, Row]]) -> Table:
     cells, marks = [], []
     for name, row in named:
         best = str(row.best_gamma) if row.helps else "none"
+        doubtful = f" ({text.UNRELIABLE})" * bool(row.length_rule == "predicted" and row.unreliable)
         reliable = None if row.unreliable else row.predicted_speedup
         there = text.predicted(row.best_gamma_speedup, row)
         cells.append(
             {
                 **_place(name, row),
-                "length set by": RULES[row.length_rule],
+                "length set by": RULES[row.length_rule] + doubtful,
                 "speedup": times(row.speedup),
                 "predicted": text.predicted(row.predicted_speedup, row),
                 "predicted / measured": _ratio(reliable, row),

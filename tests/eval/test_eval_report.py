@@ -280,6 +280,22 @@ def test_a_caption_names_intervals_only_if_some_are_drawn(rows):
     assert caption.startswith("Points: measured on 1 prompt. Dashed")
 
 
+def test_a_caption_names_dashed_lines_only_if_some_are_drawn(rows):
+    styles = drafter_styles({row.drafter: "" for row in rows})
+    swept = [row for row in rows if row.part == "sweep" and row.temperature == 0]
+    doubted = [dataclasses.replace(row, unreliable="of noise") for row in swept]
+    single = [row for row in swept if row.num_draft_tokens == swept[0].num_draft_tokens]
+    assert " Dashed: predicted. Below 1x" in speedup_by_gamma(swept, styles, "greedy").caption
+    for some in (doubted, single):
+        assert "Dashed" not in speedup_by_gamma(some, styles, "greedy").caption
+
+
+def test_one_unit_measured_again_is_not_plural(rows, records):
+    again = [dataclasses.replace(records[0], attempt=2), *records[1:]]
+    assert "1 unit measured again" in page(rows, again, PROVENANCE)
+    assert "0 units measured again" in page(rows, records, PROVENANCE), "control"
+
+
 def test_the_report_shows_the_results(html, rows):
     text = re.sub(r"<[^>]+>", " ", html)
     good = pick(rows, "simulated-good")

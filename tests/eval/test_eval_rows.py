@@ -48,6 +48,18 @@ def test_a_prediction_that_fails_is_marked(rows):
     assert cells_of(table)["speedup"] == f"{good.speedup:.2f}x"
 
 
+def test_a_far_negative_overhead_and_a_length_set_by_doubtful_costs_are_unreliable(rows):
+    good = pick(rows, "simulated-good")
+    for overhead, shown in ((-0.28, "unreliable"), (-0.02, "-2 %"), (0.07, "7 %")):
+        row = dataclasses.replace(good, overhead=overhead)
+        assert tables.result_cells(row)["overhead"] == shown
+    doubted = dataclasses.replace(good, unreliable="a reason")
+    cells = cells_of(tables.predictions_table([("good", doubted)]))
+    assert cells["length set by"] == "sweep, by the formula (unreliable)"
+    given = dataclasses.replace(doubted, length_rule="given")
+    assert cells_of(tables.predictions_table([("good", given)]))["length set by"] == "given"
+
+
 def test_used_and_predicted_lengths_are_shown_separately(rows):
     good = dataclasses.replace(pick(rows, "simulated-good"), best_gamma=5)
     cells = cells_of(tables.predictions_table([("good", good)]))
