@@ -1,6 +1,7 @@
 """Composition of a job's configuration from conf/ and overrides, by Hydra."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -90,6 +91,23 @@ def keep_search_path(composed: DictConfig, folders: Sequence[str]) -> None:
     if folders:
         with open_dict(composed):
             composed.hydra = {"searchpath": [*folders]}
+
+
+def explain_missing(composed: DictConfig, choices: Mapping[str, str | None]) -> str:
+    """Return the comments of the chosen files that leave a missing value open (`???`), or "".
+
+    choices: group -> the file that is chosen in it, such as benchmark -> gsm8k.
+    """
+    missing, found = OmegaConf.missing_keys(composed), ""
+    for group, choice in choices.items():
+        file = CONF / group / f"{choice}.yaml"
+        if not any(key.startswith(f"{group}.") for key in missing) or not file.is_file():
+            continue
+        if {f"{group}.{key}" for key in OmegaConf.missing_keys(OmegaConf.load(file))} & missing:
+            lines = file.read_text("utf-8").splitlines()
+            comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+            found += f" {group}={choice}: " + " ".join(line.lstrip("# ") for line in comment)
+    return found
 
 
 def search_path_overrides(composed: DictConfig) -> list[str]:

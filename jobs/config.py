@@ -110,11 +110,11 @@ class TrackerConfig:
 SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 
 
-def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
+def typed(composed: DictConfig, schema: type[Schema], note: str = "") -> Schema:
     """Convert a composed configuration to an instance of `schema`.
 
-    Raises UserError for unknown keys (naming the nearest valid one), wrong types and missing
-    values.
+    note: what an error for missing values adds, with a space before it. Raises UserError for
+    unknown keys (naming the nearest valid one), wrong types and missing values.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
@@ -131,7 +131,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         if missing:
             raise UserError(
                 f"no value for {', '.join(missing)}. Set it on the command line, such as "
-                f"{missing[0]}=..."
+                f"{missing[0]}=...{note and '.'}{note}"
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:

@@ -24,7 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from jobs import ranks
 from jobs.aliases import current_arguments
-from jobs.composing import CONF, keep_search_path, register, search_folders, translate_errors
+from jobs.composing import (
+    CONF,
+    explain_missing,
+    keep_search_path,
+    register,
+    search_folders,
+    translate_errors,
+)
 from jobs.config import JobConfig, check_key, typed
 from jobs.config_checks import check_job
 from jobs.files import disk_error
@@ -88,10 +95,12 @@ def _command(
     register(job, schema)
     sweep = Sweep(job, schema, arguments)
     single: list[DictConfig] = []
+    notes: list[str] = []
 
     def task(composed: DictConfig) -> None:
         keep_search_path(composed, HydraConfig.get().searchpath)
         is_member = HydraConfig.get().mode == RunMode.MULTIRUN
+        notes.append(explain_missing(composed, HydraConfig.get().runtime.choices))
         (sweep.run if is_member else single.append)(composed)
 
     started = hydra.main(
@@ -103,7 +112,7 @@ def _command(
     if sweep.stopped is not None:
         raise sweep.stopped
     if single:  # outside of Hydra, whose frames would fill every traceback
-        run_typed(single[0], job, schema, function, check)
+        run_typed(single[0], job, schema, function, check, notes[0])
     if sweep.failed:
         sys.exit(
             f"error: {len(sweep.failed)} of the sweep's members failed: {'; '.join(sweep.failed)}. "
@@ -117,12 +126,13 @@ def run_typed(
     schema: type[Config],
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
+    note: str = "",
 ) -> Any:
     """Check a composed configuration, then run the job or its stages.
 
-    check: see `job_main`.
+    check: see `job_main`. note: see `typed`.
     """
-    config = typed(composed, schema)
+    config = typed(composed, schema, note)
     check_required_settings(composed)
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
