@@ -209,6 +209,23 @@ def test_a_short_text_is_at_the_top_of_its_pane(visitor: Visitor):
     assert 0 < above < 40 < pane.bounding_box()["height"] - text.bounding_box()["height"]
 
 
+def test_the_verdict_is_in_one_font(visitor: Visitor):
+    finished(visitor)
+    tools = visitor.page.context.new_cdp_session(visitor.page)
+    for domain in ("DOM", "CSS"):
+        tools.send(f"{domain}.enable")
+    root = tools.send("DOM.getDocument")["root"]["nodeId"]
+
+    def fonts_of_verdict() -> list[Any]:
+        node = tools.send("DOM.querySelector", {"nodeId": root, "selector": ".sd-verdict"})
+        return list(tools.send("CSS.getPlatformFontsForNode", {"nodeId": node["nodeId"]})["fonts"])
+
+    assert len(fonts_of_verdict()) == 1
+    gradios = "document.querySelector('.sd-verdict').style.fontFamily = 'var(--font)'"
+    visitor.page.evaluate(gradios)
+    assert len(fonts_of_verdict()) == 2, "control: Gradio's bold font lacks letters"
+
+
 def test_text_is_shown_and_not_run(visitor: Visitor):
     visitor.page.evaluate("window.ran = 0")
     finished(visitor, "<img src=x onerror='window.ran = 1'> ${window.ran = 1} {{1 + 1}}")
