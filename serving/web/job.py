@@ -1,7 +1,10 @@
 """The job: load the models, listen, and show the page until a signal ends it."""
 
+import asyncio
+import logging
 import os
 import socket
+from types import FrameType
 from typing import Any
 
 from decoding.values import check_choice
@@ -81,7 +84,14 @@ def make_server(demo: Demo, cfg: WebConfig) -> Any:
     from serving.connections import IdleProtocol
     from serving.web.app import make_app
 
-    return uvicorn.Server(
+    class Server(uvicorn.Server):
+        """A server that ends within GRACE_SECONDS, and which further signals do not disturb."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if not self.should_exit:
+                super().handle_exit(sig, frame)
+
+    server = Server(
         uvicorn.Config(
             make_app(demo, cfg),
             http=IdleProtocol,
@@ -93,3 +103,10 @@ def make_server(demo: Demo, cfg: WebConfig) -> Any:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+    return server
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drop the traceback of a request that the end of the job cancels, as of an open page."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

@@ -241,6 +241,20 @@ def test_large_requests_and_files_are_refused(server: ServerProcess):
     assert httpx2.get(server.url).status_code == 200
 
 
+def test_a_second_ctrl_c_ends_the_job_quietly_while_a_page_is_open(
+    gradio: None, embedded_target: Path
+):
+    with (
+        serve(f"target.path={embedded_target}") as found,
+        httpx2.stream("GET", f"{found.url}/gradio_api/heartbeat/visitor") as beating,
+    ):
+        next(beating.iter_raw())
+        found.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        status, printed = found.end(signal.SIGINT)
+    assert status == 0 and printed.strip().endswith("stopped") and "Traceback" not in printed
+
+
 def test_ctrl_c_ends_the_job(gradio: None, embedded_target: Path):
     with serve(f"target.path={embedded_target}") as found:
         assert httpx2.get(found.url).status_code == 200
