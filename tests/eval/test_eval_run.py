@@ -97,7 +97,7 @@ def test_sweep_and_main_part_share_no_prompts(home, finished):
     report = (finished / "report.html").read_text()
     assert (
         "chosen for each drafter in a sweep on 2 prompts from all over prompts.jsonl, none of "
-        "which is measured" in report
+        "which is in the main part" in report
     )
 
 
