@@ -223,6 +223,15 @@ def test_the_verdict_is_in_one_font(visitor: Visitor):
     assert len(fonts_of_verdict()) == 1
     gradios = "document.querySelector('.sd-verdict').style.fontFamily = 'var(--font)'"
     visitor.page.evaluate(gradios)
+    # Gradio's font is fetched once a text asks for it.
+    visitor.page.evaluate(
+        "document.fonts.load('600 16px ' + getComputedStyle("
+        "document.querySelector('.sd-verdict')).fontFamily, 'Both')"
+    )
+    for _ in range(50):
+        if len(fonts_of_verdict()) == 2:
+            break
+        visitor.page.wait_for_timeout(200)
     assert len(fonts_of_verdict()) == 2, "control: Gradio's bold font lacks letters"
 
 
