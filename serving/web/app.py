@@ -127,13 +127,12 @@ def _add_choices(demo: Demo, cfg: WebConfig) -> list[Any]:
         max_length=cfg.max_prompt_characters,
         autofocus=True,
     )
-    wide: dict[str, Any] = {"min_width": 200}
     with gr.Row():
-        drafter = gr.Dropdown(choices, value=choices[0], label="Drafter", **wide)
-        schedule = gr.Dropdown(fitting, value=fitting[0][1], label="Schedule", min_width=250)
-        temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", **wide)
+        drafter = gr.Dropdown(choices, value=choices[0], label="Drafter", min_width=170)
+        schedule = gr.Dropdown(fitting, value=fitting[0][1], label="Schedule", min_width=230)
+        temperature = gr.Slider(0, HOTTEST, 0, step=0.1, label="Temperature", min_width=215)
         shown = min(DEFAULT_TOKENS, longest)
-        tokens = gr.Slider(1, longest, shown, step=1, label="Tokens", **wide)
+        tokens = gr.Slider(1, longest, shown, step=1, label="Tokens", min_width=215)
         seed = gr.Number(cfg.seed, label="Seed", precision=0, minimum=0, min_width=90)
     return [prompt, drafter, schedule, temperature, tokens, seed]
 
