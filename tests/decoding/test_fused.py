@@ -316,6 +316,7 @@ def test_a_change_in_any_source_file_is_built_anew(
 LOADS = "from decoding.models.native.library import load_library; load_library().linear"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1, 0.5, 0], ids=["whole", "half", "empty"])
 def test_a_torn_library_is_built_anew(copying: Path, fresh: Path, share: float) -> None:
     """Load it in another process, which would end with SIGBUS if it mapped half a library."""

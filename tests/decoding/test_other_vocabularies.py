@@ -254,6 +254,7 @@ def test_tokens_that_the_drafter_lacks_are_never_drafted(
     assert 0 < sum(g.accepted for g in drafted) < sum(g.tested for g in drafted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["tokens", "strings"])
 def test_a_folder_with_another_tokenizer_drafts(rule: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "characters")

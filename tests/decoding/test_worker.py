@@ -93,6 +93,7 @@ def test_lanes_have_separate_cores_while_they_decode(folder: Path) -> None:
     drafter.close()
 
 
+@pytest.mark.long
 def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist, expected a model folder"):
         RemoteChain(tmp_path / "nothing", draft_cores=0)

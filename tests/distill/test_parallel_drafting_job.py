@@ -73,6 +73,7 @@ def test_the_folder_drafts_in_parallel(finished: Path, tiny_target: Path) -> Non
     assert 1 <= held_out["held_out_block_efficiency"] <= 4
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_drafter(
     finished: Path, tiny_target: Path, tmp_path: Path
 ) -> None:

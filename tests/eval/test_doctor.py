@@ -308,6 +308,7 @@ def test_the_job_writes_its_page_and_shows_it_again(
     assert "nothing is examined again" in again and again.endswith(first)
 
 
+@pytest.mark.long
 def test_the_command_takes_the_folder_of_a_drafter(tmp_path: Path) -> None:
     """Check the command line, where a word after drafter= would name a file of conf/drafter."""
     words = [f"drafter={tmp_path}", "dry_run=true", f"output_dir={tmp_path}/run"]

@@ -36,6 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_an_engine_that_reads_the_folder_otherwise_is_the_first_cause(
     home: Path, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def of_the_library(home: Path) -> dict[str, Any]:
     return {"chats": ["embedded:stdlib"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [of_a_domain, of_the_library])
 def test_chats_of_domains_and_of_the_library_are_found(
     data: Callable[[Path], dict[str, Any]], tmp_path: Path

@@ -105,6 +105,7 @@ def test_the_drawn_curves_are_those_of_the_measured_costs(runs):
     assert expected_tokens([0.5], 1) == 1.5
 
 
+@pytest.mark.long
 def test_the_comparison_has_every_row_of_the_runs_once(runs, compared):
     key = ("drafter", "temperature", "batch_size", "num_draft_tokens")
     read = [

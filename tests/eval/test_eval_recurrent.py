@@ -73,6 +73,7 @@ def evaluated(home, parameters):
     return run(config(home, "recurrent", drafters=entries))
 
 
+@pytest.mark.long
 def test_rows_of_a_head_describe_it(evaluated, parameters):
     rows = [row for row in read_rows(evaluated / "results.jsonl") if row.part == "main"]
     ours = [row for row in rows if row.drafter in ("head", "drawn", "by_cost")]

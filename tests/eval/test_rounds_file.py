@@ -74,6 +74,7 @@ def copied(measured: Path, home: Path, request: pytest.FixtureRequest) -> Iterat
         (measured / name).write_bytes(content)
 
 
+@pytest.mark.long
 def test_rounds_sum_up_to_the_figures_of_their_row(measured: Path):
     found, rows = lines(measured), read_rows(measured / "results.jsonl")
     assert {row.schedule for row in rows} == {*("serial", "pearl_virtual", "pearl_virtual_wo_pre")}

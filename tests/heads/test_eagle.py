@@ -366,6 +366,7 @@ def test_a_head_of_a_fused_target_computes_the_same(tmp_path: Path):
 # ------------------------------------------------------------------------------------- the job
 
 
+@pytest.mark.long
 def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_path: Path):
     """Check that a head trained from chats drafts, and that greedy output stays the target's."""
     given = ["head=eagle3", f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]

@@ -307,6 +307,7 @@ def losses_in(folder: Path) -> list[tuple[float, float]]:
     return [(one["loss"], one["eagle0_state_loss"]) for one in records if "loss" in one]
 
 
+@pytest.mark.long
 def test_a_head_is_trained_resumed_bit_for_bit_and_drafts(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

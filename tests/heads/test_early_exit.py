@@ -271,6 +271,7 @@ def test_flops_are_those_of_one_token() -> None:
 SETTINGS = ["head=early_exit", "loss=forward_kl", "head.exit_layer=2", "head.draft_vocab_size=300"]
 
 
+@pytest.mark.long
 def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_path: Path) -> None:
     """Check that a trained head drafts, with EESD's stopping rule, and keeps greedy text."""
     given = [*SETTINGS, f"target.path={tiny_target}", f"output_dir={tmp_path / 'run'}"]

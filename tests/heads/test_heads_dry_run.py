@@ -14,6 +14,7 @@ from heads.registry import KINDS, kind_of
 from heads.sdsat.kind import KIND as SDSAT
 from heads.sdsat.model import SdsatConfig
 from tests.heads.test_heads_train import configured
+from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model
 from training.heads.measure import measure
 from training.models.shapes import parameter_counts
@@ -69,7 +70,7 @@ def test_a_dry_run_takes_the_mask_token_that_is_set(tmp_path: Path) -> None:
         dry_run(tmp_path / "outside", "head=dflash", f"head.mask_token_id={V}")
 
 
-@pytest.mark.parametrize("name", WITH_VOCABULARY)
+@pytest.mark.parametrize("name", tiered(WITH_VOCABULARY, ["medusa", "eagle3", "dspark"]))
 def test_a_vocabulary_no_larger_than_the_draft_vocabulary_is_drafted_in_full(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,14 +7,12 @@ import pytest
 from torch import Tensor
 
 from tests.heads import law_6
-from tests.heads.rows import HEAD_ROWS, HeadRow
+from tests.heads.rows import FIRST, HEAD_ROWS, HeadRow
 from tests.support.tiers import tiered
 from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.positions import Positions
 
-# The short suite has the controls of each first row of those whose names begin alike.
-FIRST = {row.name.partition(" ")[0]: row for row in reversed(HEAD_ROWS)}.values()
 of_all = pytest.mark.parametrize("row", HEAD_ROWS, ids=lambda row: row.name)
 of_kinds = pytest.mark.parametrize("row", tiered(HEAD_ROWS, FIRST), ids=lambda row: row.name)
 UNEQUAL = "Tensor-likes are not close"
@@ -36,7 +34,7 @@ def test_a_folder_drafts_the_same(row: HeadRow, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in HEAD_ROWS if not row.ahead], ids=lambda row: row.name
+    "row", tiered([row for row in HEAD_ROWS if not row.ahead], FIRST), ids=lambda row: row.name
 )
 def test_the_chain_that_selects_checkpoints_is_real_decoding(row: HeadRow) -> None:
     law_6.check_the_chain_is_real_decoding(row)

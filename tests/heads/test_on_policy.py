@@ -245,6 +245,7 @@ def test_the_share_rises_over_the_warm_up() -> None:
 OWN = ["loss.name=forward_kl", "on_policy.share=0.5", "on_policy.warmup_steps=2"]
 
 
+@pytest.mark.long
 def test_a_job_resumes_bit_for_bit_and_its_card_names_the_share(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

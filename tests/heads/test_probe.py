@@ -15,8 +15,9 @@ from decoding.errors import UserError
 from scripts import check_head
 from scripts.usage import run_script
 from tests.heads import law_6
-from tests.heads.rows import HEAD_ROWS, HeadRow
+from tests.heads.rows import FIRST, HEAD_ROWS, HeadRow
 from tests.support import tiny_folders
+from tests.support.tiers import tiered
 from training.data.packing import PackedBatch, Sample
 from training.draft_vocabulary import choose_tokens
 from training.features.states import TargetStates
@@ -27,9 +28,8 @@ from training.heads.probe import LEAST_GAIN, Probe, Reading, check_reading, desc
 from training.models.build import load_causal_lm
 from training.objectives import freeze
 
-ALL = [pytest.param(row, id=row.name) for row in HEAD_ROWS]
 # Slots without a change to the layers learn too little of a random target.
-LEARNING = [one for one in ALL if one.id not in ("sdsat", "sdsat in one forward")]
+LEARNING = [row for row in HEAD_ROWS if row.name not in ("sdsat", "sdsat in one forward")]
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,7 @@ class Later(law_6.Wrapped):
         return features_NE[torch.tensor(later)]
 
 
-@pytest.mark.parametrize("row", LEARNING)
+@pytest.mark.parametrize("row", tiered(LEARNING, FIRST), ids=lambda row: row.name)
 def test_layers_and_slots_one_off_are_named_and_the_right_ones_accepted(row: HeadRow) -> None:
     model, head, taps, samples = trained(row)
     right = probe(row.kind, head, taps, model, samples, CPU)
@@ -102,7 +102,7 @@ def test_layers_and_slots_one_off_are_named_and_the_right_ones_accepted(row: Hea
         check_reading(probe(Later(row.kind), head, taps, model, samples, CPU), "HEAD")
 
 
-@pytest.mark.parametrize("row", ALL)
+@pytest.mark.parametrize("row", tiered(HEAD_ROWS, FIRST), ids=lambda row: row.name)
 def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
     model = law_6.target()
     head, taps = law_6.head_of(row, model), row.kind.taps(row.shape(model.config))

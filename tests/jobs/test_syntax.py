@@ -83,6 +83,7 @@ def test_the_error_of_a_failed_composition_is_one_line(override: str, found: str
 NOWHERE = "error: target=nowhere: there is no conf/target/nowhere.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

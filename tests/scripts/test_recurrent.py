@@ -41,6 +41,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ----------------------------------------------------------------------------------------- training
+@pytest.mark.long
 def test_both_sides_of_training_compute_the_same_loss(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -102,6 +102,7 @@ def test_trl_that_is_not_installed_is_named(
         gkd_rate(None, None, None, [], 1, 1, tmp_path, "cpu")
 
 
+@pytest.mark.long
 def test_decoding_is_compared_with_transformers(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

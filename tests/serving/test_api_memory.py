@@ -13,6 +13,7 @@ from tests.support.api_server import Served, serve
 from tests.support.heap import Heap, check_flat, read_heap
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("owner", "method", "kind"), [(Scheduler, "submit", "Job"), (OpenBatch, "join", "Row")]
 )

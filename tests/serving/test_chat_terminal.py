@@ -88,6 +88,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
         os.close(one.fd)
 
 
+@pytest.mark.long
 def test_a_chat_on_a_terminal_streams_answers_and_their_cost(tiny_target: Path):
     flags = (
         f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 "

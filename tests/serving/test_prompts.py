@@ -90,6 +90,7 @@ def published_head(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_published_command_uses_vicunas_template(
     base_target: Path, published_head: Path, prompt_file: Path
 ):

@@ -231,6 +231,7 @@ def test_a_run_that_waits_ends_when_its_visitor_begins_another(page: Page) -> No
     assert time.monotonic() - began < TOKENS * ROUND_S
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_rounds", "gradio")
 def test_visitors_see_their_place_and_the_queue_is_bounded(tiny_target: Path) -> None:
     with running(tiny_target, max_waiting=2) as page:

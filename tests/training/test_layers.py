@@ -36,6 +36,7 @@ def results(student: Any, teacher: Any, batches: list[PackedBatch]) -> list[torc
     return [*losses, *torch.autograd.grad(torch.stack(losses).sum(), [*student.parameters()])]
 
 
+@pytest.mark.long
 def test_compiled_layers_give_the_losses_and_gradients_of_the_others():
     """Check a student and a teacher on batches of two shapes; a scaled weight is the control."""
     student, teacher = model(0), freeze(model(1))

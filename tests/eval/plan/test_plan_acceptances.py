@@ -18,6 +18,7 @@ from tests.support import tiny_folders as tiny
 from tests.support.plans import again, curve, rows_in
 
 
+@pytest.mark.long
 def test_acceptances_of_another_target_are_refused_where_they_are_named(home: Path, tmp_path: Path):
     file = tmp_path / "others.jsonl"
     write_curves(file, [curve(home, "chain", 1, 0.7, target="another", target_hash="0")])

@@ -19,6 +19,7 @@ from tests.support.plans import again, config, rows_in
 from training.models.build import target_config
 
 
+@pytest.mark.long
 def test_an_interrupted_plan_continues_with_the_next_drafter(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -99,6 +100,7 @@ def test_a_configuration_alone_is_planned_with_random_weights(home: Path, tmp_pa
     assert "random weights" in (done / PAGE).read_text()
 
 
+@pytest.mark.long
 def test_all_shapes_of_drafts_are_planned(home: Path, tmp_path: Path, capsys: Any):
     """Plan pruned models as chains, trees and PARD, and the trees of heads that grow them."""
     heads = ["eagle3", "early_exit"]

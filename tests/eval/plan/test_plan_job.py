@@ -198,6 +198,7 @@ def test_without_an_assumption_trainings_take_the_least_time_of_this_machine(
     assert line.endswith(" at 100 TFLOP/s.") and "at least" not in line
 
 
+@pytest.mark.long
 def test_more_measured_acceptance_never_lowers_the_predicted_speed(home: Path, tmp_path: Path):
     speeds = []
     for number, alpha in enumerate((0.2, 0.5, 0.8, 0.95)):

@@ -56,6 +56,7 @@ def test_the_usual_prompts_are_those_of_the_most_forms():
     assert usual_prompts([]) == ""
 
 
+@pytest.mark.long
 def test_a_plan_is_for_one_set_of_prompts_and_names_it(home: Path, tmp_path: Path, capsys: Any):
     file = tmp_path / "acceptance.jsonl"
     on_chats = [plans.curve(home, "chain", 1, 0.5), plans.curve(home, "medusa", 0, 0.4)]
