@@ -84,15 +84,19 @@ def contract_of(kind: HeadKind, folder: Path) -> Contract:
     return kind.contract
 
 
-def export(folder: Path, name: str, out: Path, target: Path | None = None) -> list[str]:
+def export(
+    folder: Path, name: str, out: Path, target: Path | None = None, block_layout: str | None = None
+) -> list[str]:
     """Write a head in the layout `name`, and return notes on what was converted.
 
     target: a folder, whose embedding and output rows are written too if servers read them from such
-    a head. The weights keep their dtype and bits; tokenizer and card are copied, and a README names
-    the commands that serve the head. Raises UserError for an unknown layout, a head that it cannot
+    a head. block_layout: of the slots of a block drafter whose config.json does not name it. The
+    weights keep their dtype and bits; tokenizer and card are copied, and a README names the
+    commands that serve the head. Raises UserError for an unknown layout, a head that it cannot
     describe, another target, and a folder `out` that exists.
     """
-    kind = kind_in(folder)
+    sizes = None if target is None else known_config(target)
+    kind = kind_in(folder).assume(block_layout, sizes.num_hidden_layers if sizes else 0)
     contract = contract_of(kind, folder)
     check_choice("layout", name, [*contract.layouts])
     if out.exists():
@@ -105,7 +109,7 @@ def export(folder: Path, name: str, out: Path, target: Path | None = None) -> li
     tensors = layout.tensors(head.state_dict(), shape)
     state = {layout.stored_name(name): tensor for name, tensor in tensors.items()}
     if target is not None:
-        check_sizes(folder, shape, known_config(target))
+        check_sizes(folder, shape, sizes)
         state |= target_ends(target, contract.copies, getattr(head, "token_ids_V", None))
     card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
     values = layout.config(shape, dtype)

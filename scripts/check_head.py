@@ -1,6 +1,6 @@
 """Check the folder of a drafter head: its form and, with a target, the layout probe.
 
-    python scripts/check_head.py HEAD [TARGET]
+    python scripts/check_head.py HEAD [TARGET] [layout=fill_in | anchor_first]
 
 It lists every tensor with its shape, those that are missing, unknown or of another shape, the
 layers that the head reads and that servers would read, and the keys of config.json that this
@@ -8,6 +8,9 @@ project does not know. With a target it also measures how well each reading of i
 explains text that the target writes (training/heads/probe.py). It ends with status 1 for a folder
 that is incomplete, of another target, or read in the wrong layout: decoding would still be
 lossless, but hardly any drafted token would be accepted.
+
+A block drafter whose config.json has no sample_from_anchor needs `layout=`. With a target instead,
+both layouts are probed, and the one that fits is printed.
 """
 
 import sys
@@ -30,12 +33,18 @@ from decoding.rounds.settings import Settings
 from heads.export import form_of
 from heads.registry import kind_in
 from jobs.paths import resolve_model
-from scripts.usage import run_script, show_usage
+from scripts.usage import run_script, show_usage, split_option
 from training.data.packing import Sample
 from training.features.taps import check_layers
 from training.heads.checkpoint import check_sizes
 from training.heads.kind import HeadKind
-from training.heads.probe import check_reading, describe_doubt, probe
+from training.heads.probe import (
+    Probe,
+    check_reading,
+    choose_layout,
+    describe_doubt,
+    probe,
+)
 from training.heads.published import EMBEDDING_COPY, LM_HEAD_COPY
 from training.models.build import known_config, load_causal_lm
 from training.objectives import freeze
@@ -74,45 +83,72 @@ def key_names(values: dict[str, Any]) -> list[str]:
     return [*values, *(name for names in inner for name in names)]
 
 
-def check_form(folder: Path) -> tuple[HeadKind, Any]:
-    """Print the form of a folder, and return the kind of its head and its shape.
+def check_form(folder: Path, kind: HeadKind) -> Any:
+    """Print the form of a folder, and return the shape of its head, which is of this kind.
 
     Raises UserError for a folder that is incomplete.
     """
-    kind = kind_in(folder)
     shape = kind.read_shape(folder)
     form = form_of(kind, folder, shape)
-    published = f", layout {form.layout}" if form.layout else ""
-    print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}{published}")
+    layout = f", layout {form.layout}" if form.layout else ""
+    print(f"{folder}: {head_of(folder)}, {kind.describe(shape)}{layout}")
     print("\n".join([*map(str, form.tensors), *form.notes]))
     form.check(folder)
     print(f"{len(form.tensors)} tensors, all expected, with the right shapes")
-    layouts = (kind.layout, *(kind.contract.layouts.values() if kind.contract else ()))
+    published = kind.contract.layouts.values() if kind.contract else ()
+    layouts = (kind.layout, *(each for each in published if not each.cannot_hold(shape)))
     known = {key for each in layouts for key in key_names(each.config(shape, torch.float32))}
     if unknown := sorted({*key_names(read_json(folder / "config.json"))} - known):
         print(f"keys of config.json that are not read: {', '.join(unknown)}")
-    return kind, shape
+    return shape
 
 
-def check_folder(folder: Path, target: Path) -> None:
-    """Print how the head is read. Raises UserError for a head that does not fit the target."""
-    kind, shape = check_form(folder)
+def check_folder(folder: Path, target: Path, layout: str | None = None) -> None:
+    """Print how the head is read. Raises UserError for a head that does not fit the target.
+
+    layout: of the slots of a block drafter whose config.json does not name it. None: both are
+    probed, and the one that fits is printed.
+    """
+    sizes, kind = known_config(target), kind_in(folder)
+    open_layouts = [] if layout else [*kind.open_layouts(folder)]
+    layout = next(iter(open_layouts), layout)
+    kind = kind.assume(layout, sizes.num_hidden_layers)
+    if open_layouts:
+        print(
+            f"{folder / 'config.json'} does not name the layout of its blocks, in each of which "
+            f"the tensors are the same. At first it is read as {layout}"
+        )
+    shape = check_form(folder, kind)
     check_fits(target, folder)
-    sizes = known_config(target)
     check_sizes(folder, shape, sizes)
     check_layers(kind.taps(shape), sizes.num_hidden_layers)
-    head = kind.load(folder).eval()
     model = freeze(load_causal_lm(target, torch.float32))
-    check_copies(folder, kind, head, model)
-    samples, cpu = write_texts(target), torch.device("cpu")
-    found = probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
+    check_copies(folder, kind, kind.load(folder), model)
+    samples = write_texts(target)
+    found = probe_folder(folder, kind, model, samples)
+    if open_layouts:
+        name = f"{folder}, read as {' and as '.join(open_layouts)}"
+        if fits := choose_layout(found, name):
+            layout = fits
+            found = probe_folder(folder, kind.assume(layout), model, samples)
     print(found.table())
     check_reading(found, str(folder))
+    if open_layouts:
+        print(
+            f"the layout of blocks that fits is {layout}: give layout={layout}, or add "
+            f"sample_from_anchor to config.json (true for anchor_first, false for fill_in)"
+        )
     if doubt := describe_doubt(found):
         print(f"warning: {doubt}")
     print(
         f"as stored, its predictions agree with {found.stored.agreement:.1%} of the target's text"
     )
+
+
+def probe_folder(folder: Path, kind: HeadKind, model: Any, samples: list[Sample]) -> Probe:
+    """Return all readings of a folder's head on texts of its target, the model."""
+    shape, head, cpu = kind.read_shape(folder), kind.load(folder).eval(), torch.device("cpu")
+    return probe(kind, head, kind.taps(shape), model, samples, cpu, kind.longest_draft(shape))
 
 
 def check_copies(folder: Path, kind: HeadKind, head: Any, model: Any) -> None:
@@ -138,14 +174,15 @@ def check_copies(folder: Path, kind: HeadKind, head: Any, model: Any) -> None:
 def main() -> None:
     """Check the folder named on the command line."""
     show_usage(__doc__)
-    if len(sys.argv) not in (2, 3):
-        sys.exit(f"usage: python {sys.argv[0]} HEAD [TARGET]")
-    head, *targets = (resolve_model(name) for name in sys.argv[1:])
+    arguments, layout = split_option("layout")
+    if len(arguments) not in (1, 2):
+        sys.exit(f"usage: python {sys.argv[0]} HEAD [TARGET] [layout=BLOCK_LAYOUT]")
+    head, *targets = (resolve_model(name) for name in arguments)
     if not targets:
-        check_form(head)
+        check_form(head, kind_in(head).assume(layout))
     for target in targets:
         read_config(target)
-        check_folder(head, target)
+        check_folder(head, target, layout)
 
 
 if __name__ == "__main__":

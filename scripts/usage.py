@@ -1,4 +1,4 @@
-"""How scripts begin and end: their usage, and a user error in one line."""
+"""How scripts begin and end: their usage, an option, and a user error in one line."""
 
 import sys
 from collections.abc import Callable
@@ -11,6 +11,14 @@ def show_usage(docstring: str | None) -> None:
     if {"--help", "-h"} & {*sys.argv[1:]}:
         print((docstring or "").strip())
         sys.exit()
+
+
+def split_option(name: str) -> tuple[list[str], str | None]:
+    """Return the arguments of the command line but `name=VALUE`, and the value; None without it."""
+    start = f"{name}="
+    others = [each for each in sys.argv[1:] if not each.startswith(start)]
+    values = [each.removeprefix(start) for each in sys.argv[1:] if each.startswith(start)]
+    return others, values[-1] if values else None
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -93,7 +93,11 @@ class Subject:
             refuse_file(folder)  # both also run as training runs them
         self.tokenizer = load_tokenizer(self.target_folder)
         self.card = _read_card(self.folder / CARD)
-        self.kind: HeadKind | None = kind_in(self.folder) if head_of(self.folder) else None
+        self.kind: HeadKind | None = None
+        if head_of(self.folder):
+            layers = read_json(self.target_folder / "config.json").get("num_hidden_layers")
+            layout = self.choice.options.get("layout")
+            self.kind = kind_in(self.folder).assume(layout, layers or 0)
         if self.kind is None:
             check_same_tokenizer(self.target_folder, self.folder)
         self.training = self._read_training()

@@ -3,8 +3,9 @@
 Published drafters are presets of it: files in conf/head that differ only in their values.
 """
 
+import copy
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from heads.block.drafter import BlockDrafter
 from heads.block.layouts import CONTRACT, SERVED
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
-from heads.block.read_config import read_head_config
+from heads.block.read_config import names_layout, read_head_config
 from heads.block.shape import (
     CORRECTIONS,
     EMBEDDING,
@@ -64,6 +65,7 @@ class BlockKind(BlockPredictions, HeadKind):
     config: type[HeadJobConfig] = BlockTrainConfig
     layout: FolderLayout = SERVED
     contract: Contract | None = CONTRACT
+    _assumed: str | None = None  # layout of folders without one
 
     def shape(self, config: BlockTrainConfig, target: Any) -> BlockConfig:
         options, sizes = config.head, NativeConfig.from_dict(target.to_dict())
@@ -96,10 +98,18 @@ class BlockKind(BlockPredictions, HeadKind):
         )
 
     def read_shape(self, folder: Path) -> BlockConfig:
-        return read_head_config(folder)
+        return read_head_config(folder, self._assumed)
 
     def load(self, folder: Path) -> BlockHead:
-        return load_head(folder)
+        return load_head(folder, layout=self._assumed)
+
+    def assume(self, layout: str | None = None, target_layers: int = 0) -> HeadKind:
+        kind = copy.copy(self)
+        kind._assumed = layout
+        return kind
+
+    def open_layouts(self, folder: Path) -> Sequence[str]:
+        return () if names_layout(folder) else LAYOUTS
 
     def taps(self, shape: BlockConfig) -> Layers:
         return shape.taps

@@ -84,7 +84,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         gru_size=reader.size("gru_hidden_dim") if correction == GRU else 0,
         candidates=reader.size("selector_top_k") if correction == SELECTOR else 0,
         **reader.convolution(),
-        denoising_steps=reader.denoising_steps(correction),
+        denoising_steps=reader.denoising_steps(correction, reader.layout(layout)),
         confidence=reader.confidence(correction),
         temperatures=reader.temperatures(correction, reader.layout(layout)),
         norm_eps=reader.number("rms_norm_eps"),
@@ -94,6 +94,19 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
     checkpoint.check_trained(folder, "block_size", config.block_size, "block_size")
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
     return config
+
+
+def names_layout(folder: Path) -> bool:
+    """Return whether a folder's config.json names the layout of its blocks."""
+    stored = read_json(folder / "config.json")
+    return _layout_value(layout_of(stored).flatten(stored)) is not None
+
+
+def _layout_value(values: Mapping[str, Any]) -> Any:
+    """Return the value of the layout in config.json; None if it has none."""
+    options = values.get(OPTIONS, values)
+    shift = options.get(SHIFT_KEY) if isinstance(options, Mapping) else None
+    return values.get(LAYOUT_KEY, shift)
 
 
 class _Reader:
@@ -238,12 +251,12 @@ class _Reader:
             raise self._error("conv_group_size", group, f"a divisor of hidden_size {channels}")
         return {"conv_taps": self.size(CONV_TAPS), "conv_group": group}
 
-    def denoising_steps(self, correction: str) -> int:
+    def denoising_steps(self, correction: str, layout: str) -> int:
         """Return the passes of a draft, which fill in a block without a correction."""
         if self.found(STEPS) is None:
             return 0
         steps, most = self.size(STEPS), self.size("block_size", 2) - 1
-        fills_in = self.values.get(LAYOUT_KEY) is False and correction == NONE
+        fills_in = layout == FILL_IN and correction == NONE
         if not fills_in or steps > most:
             plain = f"{LAYOUT_KEY} false and projector_type {PROJECTORS[NONE]}"
             raise self._error(STEPS, steps, f"at most {most} in a head with {plain}")
@@ -253,14 +266,15 @@ class _Reader:
         """Return the layout in the file, or the given one if the file has none."""
         if given is not None and given not in LAYOUTS:
             raise UserError(f"layout is {quote(given)}, expected one of {', '.join(LAYOUTS)}.")
-        value = self.values.get(LAYOUT_KEY, self.options.get(SHIFT_KEY))
+        value = _layout_value(self.values)
         if value is None and given is not None:
             return given
         if value is None:
             raise UserError(
                 f"{self.file} has no {LAYOUT_KEY}, so it is unknown which token a slot predicts; a "
                 f"wrong guess loses nearly all acceptance. Set layout=fill_in for files of z-lab's "
-                f"DFlash, layout=anchor_first for DeepSpec's, or add the key."
+                f"DFlash, layout=anchor_first for DeepSpec's, or add the key, which training "
+                f"needs. `python scripts/check_head.py HEAD TARGET` finds the layout that fits."
             )
         if not isinstance(value, bool):
             raise self._error(LAYOUT_KEY, value, "true or false")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from decoding.errors import UserError
 from heads.eagle.checkpoint import load_head
 from heads.export import export
+from heads.registry import kind_in
 from scripts import check_head
 from tests.heads import law_6
 from tests.heads.published import PLAIN, change, config_of, notes_of, saved
@@ -85,9 +86,10 @@ def test_mislabelled_heads_of_speculators_are_found(
 ) -> None:
     _, ours = saved(tmp_path / "ours", name)
     export(ours, "speculators", tmp_path / "out")
-    check_head.check_form(tmp_path / "out")  # the control
+    check_head.check_form(tmp_path / "out", kind_in(tmp_path / "out"))  # the control
+    changed = change(tmp_path / "out", **values)
     with pytest.raises(UserError, match=words):
-        check_head.check_form(change(tmp_path / "out", **values))
+        check_head.check_form(changed, kind_in(changed))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,15 @@ from training.features.states import TargetStates
 from training.features.taps import Layers
 from training.heads.checkpoint import save_head
 from training.heads.positions import Positions
-from training.heads.probe import LEAST_GAIN, Probe, Reading, check_reading, describe_doubt, probe
+from training.heads.probe import (
+    LEAST_GAIN,
+    Probe,
+    Reading,
+    check_reading,
+    choose_layout,
+    describe_doubt,
+    probe,
+)
 from training.models.build import load_causal_lm
 from training.objectives import freeze
 
@@ -139,6 +147,22 @@ def test_a_small_gain_of_a_neighbouring_layer_is_a_warning(
     if warned:
         assert "0.040 nats a token more likely if its taps are read one layer later" in words
         assert "Compare the numbers of its layers" in words
+
+
+@pytest.mark.parametrize(("gain", "noise"), [(0.8 * LEAST_GAIN, 0.01), (0.5, 4.0), (0.5, 0.01)])
+def test_a_layout_is_chosen_only_if_it_is_surely_better(gain: float, noise: float) -> None:
+    """Check a small difference, an unsure one, and the control, a large and sure one."""
+    random = np.random.default_rng(0)
+    log_q_N, more_N = random.normal(-2, 1, 400), random.normal(0, noise, 400)
+    other = Reading(0, 0, 0.5, log_q_N + gain + more_N - more_N.mean(), "anchor_first")
+    one_place = Reading(0, 1, 0.5, log_q_N + 2)  # better, but no layout
+    found = Probe([Reading(0, 0, 0.5, log_q_N), one_place, other], commonest=0.1)
+    if (gain, noise) == (0.5, 0.01):
+        assert choose_layout(found, "HEAD") == "anchor_first"
+        return
+    words = f"blocks of HEAD explain .* alike: they differ by {gain:.3f} nats a token in 400 pred"
+    with pytest.raises(UserError, match=words):
+        choose_layout(found, "HEAD")
 
 
 def test_a_draft_vocabulary_that_lacks_the_text_is_named() -> None:

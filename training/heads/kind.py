@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
@@ -87,6 +88,24 @@ class HeadKind(PredictingHead, Protocol):
         Raises UserError if the folder holds no valid head of this kind.
         """
         ...
+
+    def assume(self, layout: str | None = None, target_layers: int = 0) -> "HeadKind":
+        """Return this kind with values for folders whose config.json lacks them.
+
+        layout: of the slots of a block. target_layers: number of the target's layers, from which
+        the published default of a head's layers follows; 0: unknown. Raises UserError for a layout
+        if heads of this kind have none.
+        """
+        if layout is not None:
+            raise UserError(
+                f"layout={layout} was given for a head of the kind {self.name}. Leave it out: only "
+                f"block drafters have a layout of slots."
+            )
+        return self
+
+    def open_layouts(self, folder: Path) -> Sequence[str]:
+        """Return the layouts of slots that config.json leaves open; empty if it names one."""
+        return ()
 
     def taps(self, shape: Any) -> Layers:
         """Return the layers of the target that the head reads (training/features/taps.py)."""

@@ -160,12 +160,47 @@ def probe(
     return Probe(readings, commonest)
 
 
+def choose_layout(found: Probe, name: str) -> str:
+    """Return the layout of slots that fits a folder without one; empty: that of the stored reading.
+
+    name: the head's folder. Raises UserError if no layout explains the text, or both alike.
+    """
+    check_explained(found, name)
+    best: dict[str, Reading] = {}
+    for one in found.readings:
+        if one.places == 0 and (one.layout not in best or one.score > best[one.layout].score):
+            best[one.layout] = one
+    chosen, *others = sorted(best.values(), key=lambda one: one.score, reverse=True)
+    for other in others:
+        difference_N = chosen.log_q_N - other.log_q_N
+        if difference_N.mean() <= LEAST_GAIN or _standard_errors(difference_N) <= SURE:
+            raise UserError(
+                f"the layouts of the blocks of {name} explain the target's text alike: they differ "
+                f"by {difference_N.mean():.3f} nats a token in {len(difference_N)} predictions. "
+                f"Ask whoever trained it for the layout, and give it as layout=."
+            )
+    return chosen.layout
+
+
 def check_reading(found: Probe, name: str) -> None:
     """Raise UserError if another reading explains the text better, or if none does.
 
     name: the head's folder.
     """
+    check_explained(found, name)
     best, stored = found.best, found.stored
+    if found.is_misread:
+        raise UserError(
+            f"{name} is read in the wrong layout: its predictions agree with "
+            f"{stored.agreement:.1%} of the target's text, and with {best.agreement:.1%} if "
+            f"{_describe(best)}. Correct config.json, or convert the head again from the tool that "
+            f"trained it."
+        )
+
+
+def check_explained(found: Probe, name: str) -> None:
+    """Raise UserError if no reading explains the text. name: the head's folder."""
+    best = found.best
     predictions = len(best.log_q_N)
     if predictions < LEAST:
         raise UserError(
@@ -179,13 +214,6 @@ def check_reading(found: Probe, name: str) -> None:
             f"{best.agreement:.1%} of {predictions} tokens of the target's text, and the text's "
             f"commonest token alone with {found.commonest:.1%}. It is untrained, or of another "
             f"target."
-        )
-    if found.is_misread:
-        raise UserError(
-            f"{name} is read in the wrong layout: its predictions agree with "
-            f"{stored.agreement:.1%} of the target's text, and with {best.agreement:.1%} if "
-            f"{_describe(best)}. Correct config.json, or convert the head again from the tool that "
-            f"trained it."
         )
 
 
