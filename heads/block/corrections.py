@@ -3,8 +3,8 @@
 All slots of a block are computed at once, so the state h_k of a slot does not depend on the tokens
 that are drafted in the slots before it. A correction adds W f_k to the logits of depth k, with a
 few features f_k of h_k and of these tokens, and takes K small steps after the one pass of the
-backbone. The output layer of a corrected head is [lm_head | W] over [h_k ; f_k], so losses need no
-other form. W starts at zero: a new head drafts like one without a correction.
+backbone. The output layer of a corrected head is [lm_head | W] over [h_k ; f_k], in two parts of
+which only W has a gradient. W starts at zero: a new head drafts like one without a correction.
 
 A selector corrects only the likeliest tokens of each slot, and no other token is drafted.
 

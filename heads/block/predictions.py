@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from heads.block.corrections import Selector, features_of_text
@@ -35,7 +34,7 @@ from training.heads.predicting import (
     choose_likeliest,
     spread,
 )
-from training.losses.chunked import chunk_rows
+from training.losses.chunked import SplitWeight, Weight, chunk_rows, linear, split_weight
 
 
 class BlockPredictions(PredictingHead):
@@ -43,12 +42,12 @@ class BlockPredictions(PredictingHead):
 
     label, reads_context = "block", True
 
-    def outputs(self, head: BlockHead, states: TargetStates) -> Sequence[Tensor]:
-        """Return the target's output layer, followed by the correction's if there is one."""
+    def outputs(self, head: BlockHead, states: TargetStates) -> Sequence[Weight]:
+        """Return the target's output layer, joined by the correction's if there is one."""
         weight_VH, correction = states.lm_head, head.correction
         if head.token_ids_V is not None:
             weight_VH = weight_VH[head.token_ids_V]
-        return [weight_VH if correction is None else torch.cat((weight_VH, correction.weight), 1)]
+        return [weight_VH if correction is None else SplitWeight(weight_VH, correction.weight)]
 
     def features(
         self,
@@ -93,11 +92,10 @@ class BlockPredictions(PredictingHead):
         correction = head.correction
         if not isinstance(correction, Selector):
             return None
-        return Candidates(correction.candidates, head.config.hidden_size)
+        return Candidates(correction.candidates)
 
-    def base_features(self, head: BlockHead) -> int:
-        corrects = head.correction is not None and self.candidates(head) is None
-        return head.config.hidden_size if corrects else 0
+    def corrects(self, head: BlockHead) -> bool:
+        return head.correction is not None and self.candidates(head) is None
 
     def chance_logits(self, head: BlockHead, features_NE: Tensor) -> Tensor | None:
         return None if head.confidence is None else head.confidence(features_NE)
@@ -124,7 +122,7 @@ class BlockPredictions(PredictingHead):
         def fill(hidden_MKH: Tensor) -> tuple[Tensor, Tensor]:
             (weight_VH,) = self.outputs(head, states)
             drafts = max(1, chunk_rows(len(weight_VH)) // hidden_MKH.shape[1])
-            found = [find_surest(F.linear(part, weight_VH)) for part in hidden_MKH.split(drafts)]
+            found = [find_surest(linear(part, weight_VH)) for part in hidden_MKH.split(drafts)]
             best_MK, chances_MK = (torch.cat(part) for part in zip(*found, strict=True))
             return best_MK if ids_V is None else ids_V[best_MK], chances_MK
 
@@ -154,7 +152,8 @@ class BlockPredictions(PredictingHead):
             if candidates is None:
                 tokens = choose(features_ME, weight_VE, depth)
             else:
-                tokens = choose_among(choose, candidates, features_ME, weight_VE, depth)
+                weight = split_weight(weight_VE)
+                tokens = choose_among(choose, candidates, features_ME, weight, depth)
             if head.token_ids_V is not None:
                 tokens = head.token_ids_V[tokens]
             drafted.append(tokens)

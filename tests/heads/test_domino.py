@@ -41,7 +41,8 @@ def test_the_loss_moves_from_uncorrected_to_corrected_logits(name: str, step: in
     head.zero_grad()
     where, states_PC = objective.read_target(batch)
     features_NE = BLOCK.features(head, states, batch, where, states.select_taps(states_PC))
-    (weight_VE,) = BLOCK.outputs(head, states)
+    (weight,) = BLOCK.outputs(head, states)
+    weight_VE = torch.cat((weight.frozen_VH, weight.trained_VE), 1)
     labels_N = where.labels_N
     if objective.indices_V is not None:
         labels_N = objective.indices_V[labels_N]

@@ -1,6 +1,7 @@
 """Losses of several heads and against a teacher equal their eager twins, in bounded memory."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,21 @@ from tests.support.tiers import tiered
 from training.losses.chunked import (
     Outputs,
     RowLoss,
+    SplitWeight,
+    Weight,
     at_temperature,
     cross_entropy_rows,
     listed_cross_entropy_rows,
 )
 from training.losses.config import LossConfig
 from training.losses.eager import d_pace, row_losses
-from training.losses.heads import chunked_argmax, chunked_by_head, d_pace_weights, decay_weights
+from training.losses.heads import (
+    chunked_argmax,
+    chunked_by_head,
+    chunked_sample,
+    d_pace_weights,
+    decay_weights,
+)
 from training.losses.soft import SOFT_LOSSES, soft_rows
 from training.losses.teacher import Teacher, TeacherRows
 
@@ -217,6 +226,36 @@ def test_memory_of_all_heads_is_a_chunks():
     size = rows * vocabulary * 4
     assert peak_bytes(lambda: chunked().backward()) < size / 4
     assert peak_bytes(lambda: eager().backward()) > size  # the control
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", *SOFT])
+def test_a_layer_in_two_parts_equals_the_joined_one(name: str):
+    """Check losses, gradients and chosen tokens of a `SplitWeight` in float64."""
+    features, frozen, teacher, teacher_weight, head = inputs()
+    features = torch.cat((features, features[:, :3].cos()), 1).detach().requires_grad_(True)
+    trained = torch.randn(V, 3, dtype=torch.float64, requires_grad=True)
+    against: Callable[[int, int], Any] = shared(Teacher(teacher, teacher_weight))
+    if name == "cross_entropy":
+        labels = torch.randint(0, V, (N,))
+        against = lambda start, end: labels[start:end]  # noqa: E731
+    rows = {**SOFT, "cross_entropy": cross_entropy_rows}[name]
+
+    def run(weight: Weight) -> tuple[Tensor, ...]:
+        loss, sums = chunked_by_head(
+            features, Outputs([weight]), rows, against, head, K, decayed(head), chunk=10
+        )
+        return loss, sums, *torch.autograd.grad(loss * 0.3, (features, trained))
+
+    split, joined = SplitWeight(frozen, trained), torch.cat((frozen, trained), 1)
+    found = run(split)
+    torch.testing.assert_close(found, run(joined))
+    other = run(torch.cat((frozen, trained * 1.01), 1))
+    assert not any(torch.allclose(*pair) for pair in zip(found, other)), "the control"
+    uniforms = torch.rand(N, dtype=torch.float64)
+    for weight in (split, joined.detach()):
+        assert torch.equal(chunked_argmax(features, weight, 10), (features @ joined.T).argmax(-1))
+        sampled = chunked_sample(features, weight, 0.7, uniforms, 10)
+        assert torch.equal(sampled, chunked_sample(features, joined.detach(), 0.7, uniforms))
 
 
 def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import Outputs, chunk_rows, widen
+from training.losses.chunked import Outputs, SplitWeight, chunk_rows, split_weight, widen
 from training.losses.family import Reference
 from training.losses.teacher import TeacherRows
 
@@ -28,31 +28,25 @@ Against = Callable[[int, int], Reference]  # what the predictions [start, end) l
 
 @dataclass(frozen=True)
 class Candidates:
-    """The restriction of predictions to their likeliest tokens."""
+    """The restriction of predictions to their likeliest tokens by the frozen part of the logits."""
 
     count: int  # C
-    features: int  # the first features, which choose the candidates; their weights are frozen
-
-    def split(self, weight_VE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output weights of the first features, and those of the others."""
-        return weight_VE[:, : self.features].detach(), weight_VE[:, self.features :]
 
     @torch.no_grad()
-    def choose(self, features_NE: Tensor, weight_VE: Tensor) -> Tensor:
+    def choose(self, features_NE: Tensor, weight: SplitWeight) -> Tensor:
         """Return the indices [N, C] of the candidates, the likeliest first."""
-        first_VE, count = self.split(weight_VE)[0], min(self.count, len(weight_VE))
+        first_NE, count = weight.split(features_NE)[0], min(self.count, len(weight))
         parts = [
-            F.linear(part_RE, first_VE).topk(count, dim=-1).indices
-            for part_RE in features_NE[:, : self.features].split(chunk_rows(len(weight_VE)))
+            F.linear(part_RE, weight.frozen_VH).topk(count, dim=-1).indices
+            for part_RE in first_NE.split(chunk_rows(len(weight)))
         ]
         return torch.cat(parts)
 
-    def logits(self, features_NE: Tensor, weight_VE: Tensor, indices_NC: Tensor) -> Tensor:
+    def logits(self, features_NE: Tensor, weight: SplitWeight, indices_NC: Tensor) -> Tensor:
         """Return the logits [N, C] of these candidates, by all features."""
-        first_NE, others_NE = features_NE[:, : self.features], features_NE[:, self.features :]
-        first_VE, others_VE = self.split(weight_VE)
-        found_NC = _ListedLogits.apply(first_NE, first_VE, indices_NC)  # type: ignore[no-untyped-call]
-        more_NC = _ListedLogits.apply(others_NE, others_VE, indices_NC)  # type: ignore[no-untyped-call]
+        first_NE, others_NE = weight.split(features_NE)
+        found_NC = _ListedLogits.apply(first_NE, weight.frozen_VH, indices_NC)  # type: ignore[no-untyped-call]
+        more_NC = _ListedLogits.apply(others_NE, weight.trained_VE, indices_NC)  # type: ignore[no-untyped-call]
         return widen(found_NC + more_NC)
 
 
@@ -66,7 +60,7 @@ class RestrictedOutputs(Outputs):
         logits_RV = super().logits(hidden_NH, start, end)
         if self.candidates is None:
             return logits_RV
-        indices_RC = self.candidates.choose(hidden_NH[start:end], self.weights[0])
+        indices_RC = self.candidates.choose(hidden_NH[start:end], split_weight(self.weights[0]))
         return keep_listed(logits_RV, indices_RC)
 
 
@@ -80,12 +74,12 @@ def choose_among(
     choose: Callable[[Tensor, Tensor, int], Tensor],
     candidates: Candidates,
     features_NE: Tensor,
-    weight_VE: Tensor,
+    weight: SplitWeight,
     depth: int,
 ) -> Tensor:
     """Return the indices [N] of the tokens that `choose` takes from each row's candidates."""
-    indices_NC = candidates.choose(features_NE, weight_VE)
-    logits_NC = candidates.logits(features_NE, weight_VE, indices_NC)
+    indices_NC = candidates.choose(features_NE, weight)
+    logits_NC = candidates.logits(features_NE, weight, indices_NC)
     chosen_N = choose(logits_NC, _identity(logits_NC), depth)
     return indices_NC.gather(1, chosen_N[:, None]).squeeze(1)
 
@@ -100,15 +94,15 @@ class Predictions:
 
 
 def among_candidates(
-    candidates: Candidates, features_NE: Tensor, weight_VE: Tensor, against: Against
+    candidates: Candidates, features_NE: Tensor, weight: SplitWeight, against: Against
 ) -> Predictions:
     """Return predictions among the candidates, whose features are the candidates' logits.
 
     against: what the predictions over the whole vocabulary learn.
     """
-    indices_NC = candidates.choose(features_NE, weight_VE)
-    logits_NC = candidates.logits(features_NE, weight_VE, indices_NC)
-    N, chunk = len(indices_NC), chunk_rows(len(weight_VE))
+    indices_NC = candidates.choose(features_NE, weight)
+    logits_NC = candidates.logits(features_NE, weight, indices_NC)
+    N, chunk = len(indices_NC), chunk_rows(len(weight))
     parts = [
         _listed(against(start, min(start + chunk, N)), indices_NC[start : start + chunk])
         for start in range(0, N, chunk)

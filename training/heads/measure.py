@@ -18,7 +18,7 @@ from training.features.states import TargetStates
 from training.heads.kind import HeadKind
 from training.heads.positions import Positions
 from training.heads.predicting import count_depths
-from training.losses.chunked import Outputs
+from training.losses.chunked import Outputs, trained_part
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def measure(
     for name, parameter in head.named_parameters():
         part = kind.part_of(name, shape)
         parts[part] = parts.get(part, 0) + parameter.numel()
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    layers = map(trained_part, weights)
+    trained = sum(layer.numel() for layer in layers if layer.requires_grad)
     flops = float(counted.get_total_flops() + last.get_total_flops())
     by_size = dict(sorted(parts.items(), key=lambda part: -part[1]))
     saved = sum(kept.values()) + 2 * features_NE.nbytes

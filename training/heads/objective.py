@@ -46,6 +46,7 @@ from training.losses.chunked import (
     Outputs,
     cross_entropy_rows,
     listed_cross_entropy_rows,
+    split_weight,
     widen,
 )
 from training.losses.config import teacher_temperature, uses_teacher
@@ -211,21 +212,19 @@ class HeadObjective(StaticObjective):
 
         The latter are those of candidates or of uncorrected logits, or None without a loss of them.
         """
-        weights, candidates = (
-            self.kind.outputs(self.head, self.states),
-            self.kind.candidates(self.head),
-        )
-        count = self.kind.base_features(self.head) if self._base_share else 0
+        kind, head = self.kind, self.head
+        weights, candidates = kind.outputs(head, self.states), kind.candidates(head)
         if candidates is None:
             layers = where.heads if len(weights) > 1 else None
             drafted = Predictions(features_NE, Outputs(weights, layers), against)
+            if not (self._base_share and kind.corrects(head)):
+                return drafted, None
+            weight = split_weight(weights[0])
         else:
-            count = candidates.features
-            drafted = among_candidates(candidates, features_NE, weights[0], against)
-        if not count:
-            return drafted, None
-        first_NE, first_VE = features_NE[:, :count], weights[0][:, :count].detach()
-        return drafted, Predictions(first_NE, Outputs([first_VE]), against)
+            weight = split_weight(weights[0])
+            drafted = among_candidates(candidates, features_NE, weight, against)
+        first_NE, _ = weight.split(features_NE)
+        return drafted, Predictions(first_NE, Outputs([weight.frozen_VH]), against)
 
     def _sum(self, part: Predictions, where: Positions, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted loss of predictions, and their sums by head [2 K]."""

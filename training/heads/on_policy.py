@@ -32,6 +32,7 @@ from training.heads.predicting import (
     PredictingHead,
     choose_likeliest,
 )
+from training.losses.chunked import Weight
 from training.losses.heads import chunked_sample
 from training.on_policy import OnPolicyOptions, ShareSchedule
 
@@ -107,7 +108,7 @@ class OnPolicyRows:
         state = noise.key(self.seed, self._step, _PURPOSE, *row)
         scaled_M = noise.scaled_ids(places_M)
 
-        def sample(features_ME: Tensor, weight_VE: Tensor, depth: int) -> Tensor:
+        def sample(features_ME: Tensor, weight_VE: Weight, depth: int) -> Tensor:
             key = noise.signed(noise.extend(state, depth))
             uniforms_M = noise.uniforms(torch.full_like(scaled_M, key), scaled_M)
             return chunked_sample(features_ME, weight_VE, temperature, uniforms_M)

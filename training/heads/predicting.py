@@ -14,15 +14,15 @@ from training.data.packing import PackedBatch
 from training.features.states import TargetStates
 from training.heads.candidates import Candidates, RestrictedOutputs
 from training.heads.positions import Positions
-from training.losses.chunked import Outputs
+from training.losses.chunked import Outputs, Weight
 from training.losses.heads import chunked_argmax
 
 # chooses a token of each draft, as indices [M] of the logits, from features [M, E], output weights
 # [V, E] and the depth (from 0)
-Choose = Callable[[Tensor, Tensor, int], Tensor]
+Choose = Callable[[Tensor, Weight, int], Tensor]
 
 
-def choose_likeliest(features_ME: Tensor, weight_VE: Tensor, depth: int) -> Tensor:
+def choose_likeliest(features_ME: Tensor, weight_VE: Weight, depth: int) -> Tensor:
     """Return the index [M] of every row's largest logit."""
     return chunked_argmax(features_ME, weight_VE)
 
@@ -79,8 +79,11 @@ class PredictingHead(Protocol):
     # the features of a prediction are the target's next state after its final norm, as in EAGLE-1
     predicts_states: bool = False
 
-    def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
-        """Return the output layers [V, E]: a single one that all depths share, or one per depth."""
+    def outputs(self, head: Any, states: TargetStates) -> Sequence[Weight]:
+        """Return the output layers [V, E]: a single one that all depths share, or one per depth.
+
+        That of a head with a correction is a `SplitWeight`, whose frozen part is the target's.
+        """
         ...
 
     def features(
@@ -100,17 +103,17 @@ class PredictingHead(Protocol):
     def candidates(self, head: Any) -> Candidates | None:
         """Return how the head restricts a prediction to its likeliest tokens; None: to no list.
 
-        A head with candidates has a single output layer.
+        A head with candidates has a single output layer, a `SplitWeight`.
         """
         return None
 
-    def base_features(self, head: Any) -> int:
-        """Return the number of first features whose logits a correction changes; 0: there is none.
+    def corrects(self, head: Any) -> bool:
+        """Return whether the trained part of a `SplitWeight` corrects the logits of the frozen one.
 
         A head with a correction has a single output layer. Its first features predict alone in the
         loss with `HeadLossConfig.base_weight`.
         """
-        return 0
+        return False
 
     def random_masks(self, head: Any) -> bool:
         """Return whether the head learns to fill blocks some of whose slots have their tokens.

@@ -4,7 +4,8 @@ A row's loss and its gradient with respect to the logits have closed forms, so o
 both. Nothing of size [tokens, vocabulary] outlives a chunk: neither the logits of student and
 teacher nor their gradients. Chunking follows Liger-Kernel's fused linear losses, in plain PyTorch.
 
-Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary.
+Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary, E
+trained features of a `SplitWeight`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,55 @@ def widen(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class SplitWeight:
+    """An output layer [V, H + E] whose weights of the first H features are frozen.
+
+    Its logits are the sum of two products, so its parts are never joined and the frozen one has no
+    gradient.
+    """
+
+    frozen_VH: Tensor
+    trained_VE: Tensor
+
+    def __len__(self) -> int:
+        return len(self.trained_VE)
+
+    def split(self, features_NF: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features [N, H] of the frozen part and those of the trained one, [N, E]."""
+        width = self.frozen_VH.shape[1]
+        return features_NF[:, :width], features_NF[:, width:]
+
+
+Weight = Tensor | SplitWeight
+
+
+def split_weight(weight: Weight) -> SplitWeight:
+    """Return the output layer of a head with a correction, which is in two parts."""
+    assert isinstance(weight, SplitWeight), "a correction needs frozen weights and its own"
+    return weight
+
+
+def trained_part(weight: Weight) -> Tensor:
+    """Return the part of an output layer that may need a gradient; it reads the last features."""
+    return weight if isinstance(weight, Tensor) else weight.trained_VE
+
+
+def linear(hidden_CH: Tensor, weight: Weight) -> Tensor:
+    """Return the logits [C, V] of an output layer."""
+    if isinstance(weight, Tensor):
+        return F.linear(hidden_CH, weight)
+    first_CH, others_CE = weight.split(hidden_CH)
+    return torch.addmm(F.linear(first_CH, weight.frozen_VH), others_CE, weight.trained_VE.T)
+
+
+def _through(gradient_CV: Tensor, weight: Weight) -> Tensor:
+    """Return the gradient of an output layer's inputs from that of its logits."""
+    if isinstance(weight, Tensor):
+        return gradient_CV @ weight
+    return torch.cat((gradient_CV @ weight.frozen_VH, gradient_CV @ weight.trained_VE), 1)
+
+
+@dataclass(frozen=True)
 class Outputs:
     """Output layers of the rows: one that all rows share, or several.
 
@@ -86,7 +136,7 @@ class Outputs:
     """
 
     # [V, H] each
-    weights: Sequence[Tensor]
+    weights: Sequence[Weight]
     # index of each row's layer; None: the first layer for all rows
     layers_N: np.ndarray | None = None
 
@@ -101,9 +151,7 @@ class Outputs:
     def logits(self, hidden_NH: Tensor, start: int, end: int) -> Tensor:
         """Return the logits [C, V] of rows [start, end)."""
         part_CH = hidden_NH[start:end]
-        parts = [
-            F.linear(part_CH[one], self.weights[layer]) for layer, one in self.spans(start, end)
-        ]
+        parts = [linear(part_CH[one], self.weights[layer]) for layer, one in self.spans(start, end)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -116,7 +164,10 @@ def _slabs(weight_VH: Tensor) -> Iterator[slice]:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of a row loss over all rows, whose gradient is computed in the forward pass."""
+    """Sum of a row loss over all rows, whose gradient is computed in the forward pass.
+
+    trained: the `trained_part` of every output layer.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -125,16 +176,15 @@ class ChunkedLoss(torch.autograd.Function):
         reference: Callable[[int, int], Any],
         rows: RowLoss,
         chunk: int,
-        layers_N: np.ndarray | None,
-        *weights: Tensor,
+        outputs: Outputs,
+        *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        outputs = Outputs(weights, layers_N)
         need_hidden, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_hidden_NH = torch.zeros_like(hidden_NH) if need_hidden else None
         grads = [
-            torch.zeros_like(weight_VH, dtype=wide) if need else None
-            for weight_VH, need in zip(weights, need_weights, strict=True)
+            torch.zeros_like(weight_VE, dtype=wide) if need else None
+            for weight_VE, need in zip(trained, need_weights, strict=True)
         ]
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
         metrics: Tensor | None = None
@@ -149,14 +199,17 @@ class ChunkedLoss(torch.autograd.Function):
             gradient_CV = gradient_CV.to(hidden_NH.dtype)
             for layer, one in outputs.spans(start, end):
                 if grad_hidden_NH is not None:
-                    grad_hidden_NH[start:end][one] = gradient_CV[one] @ weights[layer]
-                if (grad_VH := grads[layer]) is not None:
-                    for slab in _slabs(weights[layer]):
-                        grad_VH[slab] += gradient_CV[one, slab].T @ part_CH[one]
+                    grad_hidden_NH[start:end][one] = _through(
+                        gradient_CV[one], outputs.weights[layer]
+                    )
+                if (grad_VE := grads[layer]) is not None:
+                    part_CE = part_CH[one, -grad_VE.shape[1] :]
+                    for slab in _slabs(trained[layer]):
+                        grad_VE[slab] += gradient_CV[one, slab].T @ part_CE
             del gradient_CV  # its memory is free for the next chunk
         kept = [
-            None if grad_VH is None else grad_VH.to(weight_VH.dtype)
-            for grad_VH, weight_VH in zip(grads, weights, strict=True)
+            None if grad_VE is None else grad_VE.to(weight_VE.dtype)
+            for grad_VE, weight_VE in zip(grads, trained, strict=True)
         ]
         ctx.save_for_backward(grad_hidden_NH, *kept)
         metrics = loss.new_zeros(1) if metrics is None else metrics
@@ -185,7 +238,8 @@ def chunked_loss(
     distribution, which is then computed chunk by chunk too. chunk: rows; None: `chunk_rows`.
     """
     chunk = chunk or chunk_rows(len(weight_VH))
-    return ChunkedLoss.apply(hidden_NH, reference, rows, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
+    outputs = Outputs([weight_VH])
+    return ChunkedLoss.apply(hidden_NH, reference, rows, chunk, outputs, weight_VH)  # type: ignore[no-untyped-call]
 
 
 def chunked_cross_entropy(

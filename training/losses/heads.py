@@ -12,11 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.sampling.warpers import draw_at
-from training.losses.chunked import ChunkedLoss, Outputs, RowLoss, chunk_rows, widen
+from training.losses.chunked import (
+    ChunkedLoss,
+    Outputs,
+    RowLoss,
+    Weight,
+    chunk_rows,
+    linear,
+    trained_part,
+    widen,
+)
 
 
 def chunked_by_head(
@@ -35,7 +43,7 @@ def chunked_by_head(
     The first K sums add up the row loss's metric, the others the unweighted loss. against: returns
     the reference of rows [start, end) for `rows`. weights_N: see `decay_weights` and
     `d_pace_weights`. figure_scale_N: factor of each prediction in the sums by head; None: 1.
-    Gradients reach features and output layers.
+    Gradients reach features and output layers, of a `SplitWeight` its trained part.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
@@ -57,8 +65,8 @@ def chunked_by_head(
         with_heads,
         weighted,
         chunk or chunk_rows(len(outputs.weights[0])),
-        outputs.layers_N,
-        *outputs.weights,
+        outputs,
+        *map(trained_part, outputs.weights),
     )
     return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
 
@@ -114,7 +122,7 @@ def chunked_chances(
 @torch.no_grad()
 def chunked_sample(
     features_NE: Tensor,
-    weight_VE: Tensor,
+    weight_VE: Weight,
     temperature: float,
     uniforms_N: Tensor,
     chunk: int | None = None,
@@ -126,18 +134,18 @@ def chunked_sample(
     chunk = chunk or chunk_rows(len(weight_VE))
     parts = []
     for start in range(0, len(features_NE), chunk):
-        logits_CV = widen(F.linear(features_NE[start : start + chunk], weight_VE))
+        logits_CV = widen(linear(features_NE[start : start + chunk], weight_VE))
         p_CV = torch.softmax(logits_CV / temperature, dim=-1)
         parts.append(draw_at(p_CV, uniforms_N[start : start + chunk, None]))
     return torch.cat(parts).clamp_(max=len(weight_VE) - 1) if parts else uniforms_N.long()
 
 
 @torch.no_grad()
-def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int | None = None) -> Tensor:
+def chunked_argmax(features_NE: Tensor, weight_VE: Weight, chunk: int | None = None) -> Tensor:
     """Return the index [N] of every row's largest logit."""
     chunk = chunk or chunk_rows(len(weight_VE))
     starts = range(0, len(features_NE), chunk)
     parts = [
-        F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts
+        linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts
     ]
     return torch.cat(parts) if parts else features_NE.new_zeros(0, dtype=torch.long)
