@@ -40,10 +40,18 @@ def test_the_chain_that_selects_checkpoints_is_real_decoding(row: HeadRow) -> No
     law_6.check_the_chain_is_real_decoding(row)
 
 
+class LateDrafts(law_6.Wrapped):
+    """A kind of head whose greedy drafts lack their first token."""
+
+    def draft(self, *given: Any) -> Tensor:
+        return super().draft(*given).roll(-1, dims=1)
+
+
 @of_kinds
-def test_a_chain_that_begins_a_token_late_is_rejected(row: HeadRow) -> None:
-    with pytest.raises(AssertionError):
-        law_6.check_the_chain_is_real_decoding(row, late=1)
+def test_a_chain_whose_drafts_begin_a_token_late_is_rejected(row: HeadRow) -> None:
+    """Check the counts that depend on drafts; the emitted tokens are the answer's in any case."""
+    with pytest.raises(AssertionError, match="the chain differs in rounds, accepted"):
+        law_6.check_the_chain_is_real_decoding(row, LateDrafts(row.kind))
 
 
 @of_kinds
