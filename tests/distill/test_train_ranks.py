@@ -114,6 +114,18 @@ def test_our_launcher_starts_the_ranks_of_zero(
     same_drafter(tmp_path, alone)
 
 
+@pytest.mark.long
+def test_ranks_train_the_same_parallel_drafts(tiny_target: Path, tmp_path: Path):
+    """Check a model that drafts in one pass: which deep tokens train is sampled for each text."""
+    given = "parallel_drafting.tokens=4"
+    succeed(*job(tiny_target, tmp_path / "alone", given)[1:])
+    for kind in ("ddp", "fsdp"):
+        run_ranks(*job(tiny_target, tmp_path / kind, given, f"parallel={kind}")[1:])
+        same_drafter(tmp_path / kind, tmp_path / "alone")
+    card = json.loads((tmp_path / "fsdp" / "drafter" / "drafter_card.json").read_text())
+    assert card["parallel_drafting"]["tokens"] == 4
+
+
 @pytest.mark.exhaustive
 def test_ranks_write_the_same_text_of_the_student(tiny_target: Path, tmp_path: Path):
     """Check that two ranks, with sharded weights too, train on the rows of one process."""
