@@ -1,4 +1,4 @@
-"""The recipe of the table of all drafters: what its stages train, and what rows it measures."""
+"""The recipes of the table of all drafters: what their stages train, and what rows they measure."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ from jobs.schemas import schema_of
 from jobs.stages import compose_stage
 
 
-def members(folder: Path) -> dict[str, list[Any]]:
-    """Return the configurations of the recipe's stages, by stage; a sweep has several."""
+def members(recipe: str, folder: Path) -> dict[str, list[Any]]:
+    """Return the configurations of a recipe's stages, by stage; a sweep has several."""
     schema = schema_of("heads.train")
-    given = ["+experiment=every_head", f"output_dir={folder}"]
+    given = [f"+experiment={recipe}", f"output_dir={folder}"]
     composed: DictConfig = compose_job("heads.train", schema, given)
     config = typed(composed, schema)
     stages = {one: compose_stage(one, config, composed) for one in config.stages}
@@ -33,11 +33,20 @@ def write_drafter(folder: Path, name: str) -> None:
 
 
 @pytest.mark.long
-def test_every_preset_learns_for_equal_seconds_and_has_a_row(tmp_path: Path) -> None:
-    found = members(tmp_path)
+@pytest.mark.parametrize(
+    ("recipe", "seconds", "draft_vocabulary", "dtype"),
+    [("every_head", 720, 8192, "bfloat16"), ("every_head_chat24m", 300, 2048, "float32")],
+)
+def test_every_preset_learns_for_equal_seconds_and_has_a_row(
+    recipe: str, seconds: int, draft_vocabulary: int, dtype: str, tmp_path: Path
+) -> None:
+    found = members(recipe, tmp_path)
     trained = [one for stage, ones in found.items() if ".train" in stage for one in ones]
-    assert {one.loop.max_seconds for one in trained} == {720}
+    assert {one.loop.max_seconds for one in trained} == {seconds}
     heads = [one for one in trained if one.job == "heads.train"]
+    drafted = {one.head.draft_vocab_size for one in found["heads.train:heads"]}
+    drafted |= {one.student.draft_vocab_size for one in found["distill.train:pruned"]}
+    assert drafted == {draft_vocabulary}
     presets = ["recurrent" if one.head.name == "redrafter" else one.head.name for one in heads]
     assert sorted(presets) == sorted(KINDS)
     names = {
@@ -55,4 +64,4 @@ def test_every_preset_learns_for_equal_seconds_and_has_a_row(tmp_path: Path) -> 
     assert (evaluation.batch_sizes, evaluation.sweep) == ([1, 8], [1, 2, 4, 7])
     assert evaluation.temperatures == [0.0, 1.0]
     assert max(one.loss.predict_n_tokens for one in heads) == max(evaluation.sweep)
-    assert {one.target.dtype for one in (*heads, evaluation)} == {evaluation.target.dtype}
+    assert {one.target.dtype for one in (*heads, evaluation)} == {dtype}
