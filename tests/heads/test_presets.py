@@ -202,8 +202,18 @@ def test_block_presets_differ_in_their_files_alone():
 
 
 PUBLISHED = {
+    "medusa": {"head.num_layers": 1, "head.start": "lm_head", "loss.decay": 0.8, "top_k": 10},
+    "eagle1": {
+        "head.fc_norm": False,
+        "head.norm_output": False,
+        "loss.train_depths": 1,
+        "loss.state_weight": 1.0,
+        "loss.token_weight": 0.1,
+        "loss.state_noise": 0.2,
+    },
     "eagle3": {"loss.predict_n_tokens": 7, "loss.decay": 0.8, "head.fc_norm": True},
     "p_eagle": {"loss.depth_share": 0.7, "loss.least_depth_share": 0.2, "loss.decay": 1.0},
+    "parallelspec": {"head.masks_by_depth": True, "loss.depth_share": 1.0},
     "dflash": {"head.num_taps": 5, "loss.depth_weights": "d_pace", "loss.d_pace_alpha": 0.5},
     "dspark": {
         "head.rank": 256,
@@ -230,6 +240,8 @@ PUBLISHED = {
         "head.conv_group": 16,
     },
     "jetspec": {"head.in_block_mask": "causal", "loss.name": "forward_kl", "loss.decay": 1.0},
+    "specdiff": {"head.taps": [0], "head.in_block_mask": "bidirectional", "head.layout": "fill_in"},
+    "sdsat": {"loss.predict_n_tokens": 6},  # five slots
 }
 
 
