@@ -5,6 +5,7 @@ Screenshots are left in build/web/.
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import httpx2
 import pytest
 
 from scripts.server_process import ROOT, ServerProcess
+from serving.web.race import Pane
+from tests.serving.test_web_input import LONG as LONG_RUN
+from tests.serving.test_web_input import ROUND_S, TOKENS, running
 from tests.support.web_page import DESKTOP, PHONE, Visitor, chromium_browser, serve
 
 pytestmark = pytest.mark.long
@@ -126,16 +130,30 @@ def test_stop_ends_the_text_and_frees_the_slot(visitor: Visitor):
 
 
 def test_a_browser_that_leaves_frees_the_slot(
-    browser: Any, server: ServerProcess, visitor: Visitor
+    gradio: None, browser: Any, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leaving = Visitor.arrive(browser, server.url)
-    leaving.type(ENDLESS)
-    leaving.set_number("Tokens", MOST)
-    leaving.run()
-    leaving.wait_for("running")
-    leaving.leave()
-    visitor.set_number("Tokens", 16)
-    assert finished(visitor)[0]
+    """Check that the next visitor is served before the whole text is decoded, in slow rounds."""
+    rounds: Counter[Pane] = Counter()
+    round_of = Pane.round
+
+    def slow(pane: Pane) -> None:
+        time.sleep(ROUND_S)
+        rounds[pane] += 1
+        round_of(pane)
+
+    monkeypatch.setattr(Pane, "round", slow)
+    with running(tiny_target) as page:
+        leaving, other = (Visitor.arrive(browser, page.url) for _ in range(2))
+        leaving.type(LONG_RUN[0])
+        leaving.set_number("Tokens", TOKENS)
+        leaving.run()
+        leaving.wait_for("running")
+        leaving.leave()
+        other.set_number("Tokens", 8)
+        assert finished(other)[0]
+        other.leave()
+        first = max(rounds[pane] for pane in list(rounds)[:2])
+    assert 0 < first < TOKENS - 1, "the text of the visitor who left was decoded to its end"
 
 
 def test_visitors_queue(browser: Any, server: ServerProcess, visitor: Visitor):
