@@ -166,7 +166,7 @@ def _drafts(
         for part_N, part_NH in zip(places_N.split(CHUNK), hidden_NH.split(CHUNK), strict=True):
             yield part_N, drafter.get_output_embeddings()(part_NH).float().log_softmax(-1)
         return
-    depth, several = kind.target_depths, len(kind.outputs(drafter, states)) > 1
+    depth, several = kind.target_depths, kind.layer_per_depth(drafter)
     where = positions(batch, depth + 1, False, grouped=several, context=kind.reads_context)
     if not len(where.draft_N):
         return

@@ -46,6 +46,9 @@ class MedusaKind(HeadKind):
     def outputs(self, head: MedusaHeads, states: TargetStates) -> Sequence[Tensor]:
         return [head.projection(k) for k in range(len(head.projections))]
 
+    def layer_per_depth(self, head: MedusaHeads) -> bool:
+        return len(head.projections) > 1
+
     def features(
         self,
         head: MedusaHeads,

@@ -163,6 +163,7 @@ class Wrapped:
     def __init__(self, kind: Any) -> None:
         self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
         self.candidates, self.other_layouts = kind.candidates, kind.other_layouts
+        self.layer_per_depth = kind.layer_per_depth
         self.reads_context, self.computes_states = kind.reads_context, kind.computes_states
         self.target_depths, self.runs_target = kind.target_depths, kind.runs_target
 
@@ -211,10 +212,8 @@ def predict(
 
     states_PC: hidden states to use instead of the target's.
     """
-    weights = kind.outputs(head, states)
-    where = positions(
-        batch, GAMMA, uses_teacher=False, grouped=len(weights) > 1, context=kind.reads_context
-    )
+    several = kind.layer_per_depth(head)
+    where = positions(batch, GAMMA, uses_teacher=False, grouped=several, context=kind.reads_context)
     if states_PC is None:
         states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)

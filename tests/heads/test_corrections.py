@@ -11,6 +11,7 @@ from heads.block.kind import KIND as BLOCK
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from scripts.bench.peak_memory import peak_bytes
+from tests.heads import law_6
 from tests.heads.test_block import text
 from tests.support.block_heads import random_block
 from training.config import StudentConfig
@@ -77,3 +78,26 @@ def test_a_step_holds_the_targets_output_layer_once(name: str):
     size = VOCABULARY * HIDDEN * 4
     assert ours < size / 2
     assert joined > size, "the control"
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_step_builds_its_output_layer_once(name: str):
+    """Check that a step gathers the rows of the draft vocabulary once."""
+    read: list[int] = []
+
+    class Counted(TargetStates):
+        @property
+        def lm_head(self) -> Tensor:
+            read.append(1)
+            return super().lm_head
+
+    model = law_6.target()
+    sizes = {"vocab_size": 61, "hidden_size": 16, "target_layers": 4, "draft_vocab_size": 50}
+    head = random_block(sizes, num_layers=1, block_size=4, **CORRECTIONS[name]).float()
+    head.token_ids_V = torch.arange(50)
+    states = Counted(model, taps=head.config.taps, final=False)
+    loss = HeadLossConfig("cross_entropy", predict_n_tokens=3)
+    objective = HeadObjective(BLOCK, head, states, loss)
+    read.clear()
+    objective(collate([text(tokens=8)], [[0]], 8))
+    assert len(read) == 1

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.heads import law_6
+from tests.heads.rows import HEAD_ROWS, HeadRow
 from tests.support import tiny_heads as tiny
 from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
@@ -42,6 +44,9 @@ class LinearPredictions(PredictingHead):
     def outputs(self, head: LinearHeads, states: TargetStates) -> list[Tensor]:
         return [layer.weight for layer in head.maps]
 
+    def layer_per_depth(self, head: LinearHeads) -> bool:
+        return True
+
     def features(
         self,
         head: LinearHeads,
@@ -59,6 +64,14 @@ class LinearPredictions(PredictingHead):
 
 
 KIND = LinearPredictions()
+
+
+@pytest.mark.parametrize("row", HEAD_ROWS, ids=lambda row: row.name)
+def test_kinds_know_whether_they_have_a_layer_for_each_depth(row: HeadRow):
+    model = law_6.target()
+    head = law_6.head_of(row, model)
+    outputs = row.kind.outputs(head, law_6.states_of(row, model))
+    assert row.kind.layer_per_depth(head) == (len(outputs) > 1)
 
 
 def linear_heads() -> LinearHeads:

@@ -70,7 +70,7 @@ class DepthFigures:
             count_depths(kind, draft_tokens),
             max_length,
             device,
-            grouped=len(kind.outputs(head, states)) > 1,
+            grouped=kind.layer_per_depth(head),
             context=kind.reads_context,
             uses_teacher=True,
         )

@@ -210,7 +210,7 @@ class HeadAccuracy:
     ) -> None:
         self.kind, self.head, self.states = kind, head, states
         self.heads, self.top_k, self._device = heads, top_k, device
-        several = len(kind.outputs(head, states)) > 1
+        several = kind.layer_per_depth(head)
         self._fixed = FixedBatches(
             states, samples, heads, max_length, device, several, kind.reads_context
         )

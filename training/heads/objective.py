@@ -137,14 +137,13 @@ class HeadObjective(StaticObjective):
         States come from the store if there is one; those that it lacks are computed and stored.
         """
         loss, states = self.loss, self.states
-        several = len(self.kind.outputs(self.head, states)) > 1
         where = positions(
             batch,
             self.depths,
             reads_final(loss),
             loss.own_tokens,
             (self.seed, self.step),
-            grouped=several,
+            grouped=self.kind.layer_per_depth(self.head),
             context=self.kind.reads_context,
             drafts_per_row=loss.drafts_per_row,
             shares_K=depth_shares(loss, self.depths),

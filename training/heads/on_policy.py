@@ -76,12 +76,11 @@ class OnPolicyRows:
 
         row: a batch of one row. heads: K.
         """
-        several = len(kind.outputs(head, states)) > 1
         where = positions(
             row,
             heads,
             uses_teacher=False,
-            grouped=several,
+            grouped=kind.layer_per_depth(head),
             by_draft=True,
             context=kind.reads_context,
         )

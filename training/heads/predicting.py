@@ -86,6 +86,10 @@ class PredictingHead(Protocol):
         """
         ...
 
+    def layer_per_depth(self, head: Any) -> bool:
+        """Return whether `outputs` returns a layer for each depth, without building any."""
+        return False
+
     def features(
         self,
         head: Any,

@@ -259,7 +259,7 @@ def _predict(
     draft none of the tokens, and the target's own; a single token that the head cannot draft counts
     as its least likely one.
     """
-    several = len(kind.outputs(head, states)) > 1
+    several = kind.layer_per_depth(head)
     where = positions(batch, depths, False, grouped=several, context=kind.reads_context)
     states_PC = states.select_taps(states.read(batch, where))
     features_NE = kind.features(head, states, batch, where, states_PC)
