@@ -16,6 +16,7 @@ from eval.report.terminal import print_tables
 from eval.report.text import NONE, number, rates, with_interval
 from eval.statistics import lossless
 from eval.statistics.engine_row import EngineRow
+from serving.engines.heads import describe_misreading
 from serving.engines.registry import OURS
 
 # Columns that narrow terminals leave out.
@@ -91,17 +92,23 @@ def _acceptance(row: EngineRow) -> dict[str, str]:
 
 
 def engine_warnings(rows: Sequence[EngineRow]) -> list[str]:
-    """Return the warnings of outputs that differ, biased sampling and acceptance that differs."""
+    """Return the warnings of outputs that differ, biased sampling and acceptance that differs.
+
+    Heads that an engine is known to compute otherwise are named even if their acceptance agrees.
+    """
     found = []
     for row in rows:
         place = f"{row.engine}, {drafter_label(row)}, {condition_label(row)}"
         if row.lossless in (lossless.DIFFERS, BIASED):
             found.append(f"NOT LOSSLESS: {place}: {row.lossless_detail}")
+        known = describe_misreading(row.backend, row.device, row.method, row.drafter_layers)
         if row.agreement == DIFFERS:
+            reason = known or "The engine may read the drafter's folder wrongly."
             found.append(
-                f"ACCEPTANCE DIFFERS: {place}: it {row.agreement_detail} in ours. The engine may "
-                f"read the drafter's folder wrongly."
+                f"ACCEPTANCE DIFFERS: {place}: it {row.agreement_detail} in ours. {reason}"
             )
+        elif known:
+            found.append(f"MAY ACCEPT LESS: {place}: {known}")
     return found
 
 

@@ -80,6 +80,21 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
     return None
 
 
+def describe_misreading(backend: str, device: str, method: str, num_layers: int) -> str:
+    """Return what an engine computes otherwise in a head that it runs; empty if nothing is known.
+
+    backend: the engine and its version. num_layers: the head's.
+    """
+    known = backend.startswith("vllm 0.32.0") and device == "cpu"
+    if not known or method != DFLASH or num_layers < 2:
+        return ""
+    return (
+        f"vLLM 0.32.0 for CPUs normalizes the text's keys of all {num_layers} layers of this head "
+        f"with the weights of the first layer's k_norm, which costs acceptance. A head of one "
+        f"layer (head.num_layers=1) is read correctly."
+    )
+
+
 def _check_layout(folder: Path, config: EagleConfig) -> None:
     """Raise UserError for an EAGLE-3 or P-EAGLE head in a layout that vLLM refuses or misreads."""
     contract = PARALLEL_CONTRACT if config.parallel else CONTRACT

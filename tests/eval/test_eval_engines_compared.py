@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from eval.compare import run
-from eval.report.engines import print_engines
+from eval.report.engines import engine_warnings, print_engines
 from eval.report.engines_compared import compared_engine_tables, compared_engine_warnings
 from eval.report.page import engines_page
 from eval.report.terminal import print_comparison
@@ -92,6 +92,31 @@ def test_a_gain_with_wrong_output_or_acceptance_has_a_star_and_a_warning(tmp_pat
     assert gains.rows[0][2].endswith("*") and set(gains.marks) == {"bad"}
     [first, *_] = compared_engine_warnings([read_evaluation(folder, "label")])
     assert first.startswith("label: ACCEPTANCE DIFFERS: ours, none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, True),
+        ({"drafter_layers": 1}, False),
+        ({"device": "cuda"}, False),
+        ({"backend": "vllm 0.33.0"}, False),
+        ({"method": "eagle3"}, False),
+    ],
+)
+def test_blocks_of_several_layers_in_vllm_for_cpus_have_a_warning(changes, named):
+    """Check the warning beside an acceptance that agrees, and as the reason of one that differs."""
+    given = {"backend": "vllm 0.32.0", "method": "dflash", "drafter_layers": 2, **changes}
+    row = dataclasses.replace(engine_row("vllm", "mine", "float32", 1, 0.0), **given)
+    place = "vllm, mine, Greedy: "
+    words = "vLLM 0.32.0 for CPUs normalizes the text's keys of all 2 layers of this head with the"
+    starts = [f"MAY ACCEPT LESS: {place}{words}"] * named
+    found = engine_warnings([row])
+    assert len(found) == len(starts) and all(map(str.startswith, found, starts))
+    row = dataclasses.replace(row, agreement="differs", agreement_detail="differs")
+    [warning] = engine_warnings([row])
+    reason = words if named else "The engine may read the drafter's folder wrongly."
+    assert warning.startswith(f"ACCEPTANCE DIFFERS: {place}it differs in ours. {reason}")
 
 
 def test_runs_without_engines_have_no_such_table(tmp_path):
