@@ -143,30 +143,32 @@ class Scheduler:
                 self._cancelled.append(job)
                 self._wake.notify()
 
-    def stop(self) -> None:
-        """End the thread; jobs that have not ended get an error."""
+    def stop(self, wait: bool = True) -> None:
+        """End the thread; jobs that have not ended get an error. wait: until it has ended."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self.is_alive:
+        if wait and self.is_alive:
             self._thread.join()
 
     def _run(self) -> None:
-        """Run rounds while there are rows, and wait while there are none."""
-        while True:
-            with self._wake:
-                self._wake.wait_for(
-                    lambda: bool(
-                        self._stopping or self._waiting or self._cancelled or self._batch.rows
-                    )
-                )
-                if self._stopping:
-                    break
-            try:
-                self._step()
-            except Exception as error:
-                self._fail_running(error)
-        self._end_all(StoppedError())
+        """Run rounds until the server stops. However the thread ends, nobody waits for it."""
+        try:
+            while self._wait():
+                try:
+                    self._step()
+                except Exception as error:
+                    self._fail_running(error)
+        finally:
+            self._end_all(StoppedError())
+
+    def _wait(self) -> bool:
+        """Wait while there is nothing to do. Returns False if the server stops."""
+        with self._wake:
+            self._wake.wait_for(
+                lambda: bool(self._stopping or self._waiting or self._cancelled or self._batch.rows)
+            )
+            return not self._stopping
 
     def _step(self) -> None:
         """Drop cancelled jobs, let waiting ones join, and run a round."""
@@ -278,6 +280,7 @@ class Scheduler:
 
     def _end_all(self, error: RequestError) -> None:
         with self._wake:
+            self._stopping = True
             jobs = {*self._waiting, *self._job_of.values()} - {*self._cancelled}
             self._waiting.clear()
         self._job_of.clear()

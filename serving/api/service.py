@@ -1,5 +1,6 @@
 """The server's parts put together: the decoding thread, the endpoints, and uvicorn."""
 
+import asyncio
 import socket
 from dataclasses import dataclass
 from typing import cast
@@ -20,6 +21,23 @@ from serving.connections import IdleProtocol
 from serving.setup import ChatModels
 from training.data.answer_spans import render_turns
 from training.data.chat import template_source
+
+ERROR_SECONDS = 5  # in which the requests that were not finished get their errors
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which cancels what still runs when it stops; here the clients get an error first."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace_seconds: float) -> None:
+        super().__init__(config)
+        self.scheduler, self.grace_seconds = scheduler, grace_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests run for `grace_seconds`, and end those that remain."""
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(self.grace_seconds, self.scheduler.stop, False)
+        await super().shutdown(sockets)
+        end.cancel()
 
 
 @dataclass(frozen=True)
@@ -74,9 +92,9 @@ def make_service(loaded: ChatModels, cfg: ApiConfig, keys: Keys) -> Service:
         access_log=False,
         server_header=False,
         timeout_keep_alive=cfg.idle_seconds,
-        timeout_graceful_shutdown=cfg.grace_seconds,
+        timeout_graceful_shutdown=cfg.grace_seconds + ERROR_SECONDS,
     )
-    return Service(scheduler, metrics, limits, uvicorn.Server(config))
+    return Service(scheduler, metrics, limits, Server(config, scheduler, cfg.grace_seconds))
 
 
 def _limits(loaded: ChatModels, cfg: ApiConfig) -> Limits:

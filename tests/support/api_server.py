@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
@@ -124,7 +125,8 @@ def serve(
     """
     engine = make_engine(drafter) if isinstance(drafter, str) else drafter
     settings = settings_of(engine, verify=rule, stop_token_ids=engine.stop_token_ids)
-    cfg = ApiConfig(job="serving.api", output_dir="", grace_seconds=1, **changes)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"grace_seconds": 1, **changes}
+    cfg = ApiConfig(job="serving.api", output_dir="", **given)
     service = make_service(ChatModels(engine, settings, "", "auto"), cfg, Keys(key_file))
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=service.run, args=[listener], daemon=True)
