@@ -245,6 +245,21 @@ def test_pools_stay_with_their_key(drafter: str, tmp_path: Any) -> None:
         assert again[1] < first and other[1] == first
 
 
+def test_clients_without_keys_share_a_pool() -> None:
+    """Check that a client's request drafts from another's. With keys it does not (above)."""
+    with serve("chain_with_lookup", keep_pools=True) as served:
+        rounds, texts = [], set()
+        for name in ("alpha", "beta"):
+            before = served.metric("row_rounds_total")
+            done = served.client(name).completions.create(
+                model=served.model, prompt=random_prompts(1, seed=9)[0], max_tokens=60, seed=4
+            )
+            served.wait_until_empty()
+            texts.add(done.choices[0].text)
+            rounds.append(served.metric("row_rounds_total") - before)
+        assert rounds[1] < rounds[0] and len(texts) == 1
+
+
 def test_no_pool_is_kept_by_default() -> None:
     with serve("suffix_lookup") as served:
         body = {"model": served.model, "prompt": [9, 8, 7], "max_tokens": 60, "seed": 4}
@@ -311,8 +326,12 @@ def test_the_models_fail_loudly_and_the_server_lives(monkeypatch: pytest.MonkeyP
             answer = served.post(body)
             assert answer.status_code == 500
             assert "decoding failed" in answer.json()["error"]["message"]
+            assert "decoding failed" in served.post({**body, "stream": True}).text
+        assert outcomes(served) == {"failed": 2}
         assert served.post(body).status_code == 200
         served.wait_until_empty()
+        assert served.post({**body, "logprobs": 5}).status_code == 400
+        assert outcomes(served) == {"failed": 2, "length": 1, "refused": 1}
 
 
 def _fail(*_: object, **__: object) -> None:

@@ -22,6 +22,7 @@ from serving.api.config import ApiConfig
 from serving.api.errors import RequestError
 from serving.api.job import check, run
 from serving.api.requests import CHAT, TEXT, read_request
+from serving.api.service import Service
 from serving.listening import listen
 from tests.support.api_server import Served, serve
 from tests.support.idle_connections import is_open, open_idle, wait_until_closed
@@ -362,6 +363,26 @@ def test_a_wrong_setting_is_named(changed: dict[str, Any], words: str) -> None:
     )
     with pytest.raises(UserError, match=words):
         check(cfg)
+
+
+@pytest.mark.parametrize("schedule", ["pearl_wall", "pearl_virtual", "serial"])
+def test_a_schedule_that_runs_ahead_is_refused(
+    schedule: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the job refuses to serve it; serial is served (a control)."""
+    monkeypatch.setattr(Service, "run", lambda *_: None)
+    cfg = ApiConfig(
+        job="serving.api",
+        output_dir="",
+        target=TargetConfig(path=str(tiny_target), device="cpu"),
+        drafter={"use": str(tiny_target), "name": "itself", "schedule": schedule},
+        port=0,
+    )
+    if schedule == "serial":
+        run(cfg)
+        return
+    with pytest.raises(UserError, match=f"drafter itself has schedule={schedule}, .*=serial"):
+        run(cfg)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
