@@ -115,6 +115,11 @@ def check(cfg: EvalConfig) -> None:
             "num_draft_tokens is empty, and there is no sweep to choose it. "
             "Set num_draft_tokens=[4], or sweep=[1,2,4] with sweep_prompts=8."
         )
+    if cfg.sweep and 0 < cfg.sweep_prompts < (rows := max(cfg.batch_sizes)):
+        raise UserError(
+            f"sweep_prompts is {cfg.sweep_prompts}, expected {rows} or more, as batch_sizes has "
+            f"{rows}. Or set the draft length instead (sweep=[] num_draft_tokens=[4])."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

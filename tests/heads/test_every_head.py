@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from decoding.errors import UserError
+from eval.measure.setup import check
 from heads.registry import KINDS
 from jobs.composing import compose_job
 from jobs.config import typed
@@ -65,3 +67,7 @@ def test_every_preset_learns_for_equal_seconds_and_has_a_row(
     assert evaluation.temperatures == [0.0, 1.0]
     assert max(one.loss.predict_n_tokens for one in heads) == max(evaluation.sweep)
     assert {one.target.dtype for one in (*heads, evaluation)} == {dtype}
+    check(evaluation)
+    evaluation.sweep_prompts = 4
+    with pytest.raises(UserError, match="sweep_prompts is 4, expected 8 or more"):
+        check(evaluation)
