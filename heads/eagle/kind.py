@@ -1,6 +1,8 @@
 """EAGLE-1, EAGLE-3 and P-EAGLE as kinds of trained heads (training/heads/kind.py)."""
 
+import copy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from heads.eagle.servers import CONTRACT, FIRST_CONTRACT, PARALLEL_CONTRACT
 from jobs.paths import name_anywhere
 from training.features.taps import Layers
 from training.heads.build import mask_token_of
+from training.heads.checkpoint import check_trained, trained_shape
 from training.heads.config import HeadJobConfig
 from training.heads.kind import DraftingSetup, HeadKind, ReadmeParts
 from training.heads.published import Contract, PublishedLayout
@@ -32,6 +35,7 @@ class EagleKind(EaglePredictions, HeadKind):
     """EAGLE heads of one form as a kind of trained head."""
 
     config: type[HeadJobConfig] = EagleTrainConfig
+    _target_layers = 0  # of the target of folders without layers; 0: unknown
 
     def __init__(self, name: str, parallel: bool = False, predicts_states: bool = False) -> None:
         """Name the kind.
@@ -75,16 +79,31 @@ class EagleKind(EaglePredictions, HeadKind):
         )
 
     def read_shape(self, folder: Path) -> EagleConfig:
+        """Return the shape of a head folder, with the default layers if config.json names none."""
         shape = read_head_config(folder)
-        if not shape.taps and not shape.predicts_states:
+        if shape.taps or shape.predicts_states:
+            return shape
+        taps = tuple(trained_shape(folder).get("taps", ()))
+        if self._target_layers:
+            taps = shape.taps_of(self._target_layers)
+            check_trained(folder, "the default of taps", [*taps], "taps")
+        if not taps:
             raise UserError(
-                f"{folder / 'config.json'} names no layers, which training needs. Add the target's "
-                f"layers that the head reads as taps, numbered as Hugging Face's hidden_states."
+                f"{folder / 'config.json'} names no layers, and the published default depends on "
+                f"the target's number of layers. Name the target too (check_head.py HEAD TARGET, "
+                f"export_head.py HEAD LAYOUT OUT TARGET), or add the layers as taps, numbered as "
+                f"Hugging Face's hidden_states."
             )
-        return shape
+        return replace(shape, taps=taps)
 
     def load(self, folder: Path) -> EagleHead:
         return load_head(folder)
+
+    def assume(self, layout: str | None = None, target_layers: int = 0) -> HeadKind:
+        super().assume(layout)
+        kind = copy.copy(self)
+        kind._target_layers = target_layers
+        return kind
 
     def taps(self, shape: EagleConfig) -> Layers:
         return shape.taps

@@ -359,13 +359,14 @@ def learn(
     samples: list[Sample],
     depths: int = GAMMA,
     steps: int = 20,
+    length: int = ROW,
 ) -> list[float]:
     """Train a head on samples and return the loss of each step."""
     head.requires_grad_(True)
     loss_config = HeadLossConfig("cross_entropy", predict_n_tokens=depths)
     objective = HeadObjective(row.kind, head, states, loss_config)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-    batch = collate(samples, [[index] for index in range(len(samples))], ROW)
+    batch = collate(samples, [[index] for index in range(len(samples))], length)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

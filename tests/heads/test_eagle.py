@@ -221,8 +221,9 @@ def test_layers_that_a_file_leaves_out_are_the_servers_default(tmp_path: Path):
     assert drafter.capabilities.taps == (2, 3, 4)
     with pytest.raises(UserError, match="low, middle and high of its target, but this target has"):
         shape.taps_of(2)
-    with pytest.raises(UserError, match="names no layers, which training needs"):
+    with pytest.raises(UserError, match="names no layers, and .* Name the target too"):
         KIND.read_shape(folder)
+    assert KIND.assume(target_layers=32).read_shape(folder).taps == (2, 16, 29)
 
 
 def test_every_wrong_tensor_is_listed(tmp_path: Path):

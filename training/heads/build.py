@@ -29,7 +29,7 @@ def shape_of(kind: HeadKind, config: HeadJobConfig, target: Any) -> Any:
     if not config.head.path:
         return _limit_vocabulary(kind.shape(config, target))
     folder = resolve_model(config.head.path)
-    shape = kind.read_shape(folder)
+    shape = kind.assume(target_layers=target.num_hidden_layers).read_shape(folder)
     check_sizes(folder, shape, target)
     return shape
 

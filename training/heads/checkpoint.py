@@ -116,15 +116,20 @@ def check_size(file: Path, key: str, value: Any, least: int, most: int | None = 
     )
 
 
-def check_trained(folder: Path, key: str, value: int, field: str) -> None:
-    """Raise UserError if a head's card has another trained size than config.json.
-
-    No tensor has this size, such as the number of tokens of a pass. Published folders have no card.
-    key: in config.json. field: of the head's shape.
-    """
+def trained_shape(folder: Path) -> dict[str, Any]:
+    """Return the shape on a head's card; empty for published folders, which have none."""
     card = folder / CARD
     shape = read_json(card).get("shape") if card.is_file() else None
-    trained = shape.get(field, value) if isinstance(shape, dict) else value
+    return shape if isinstance(shape, dict) else {}
+
+
+def check_trained(folder: Path, key: str, value: Any, field: str) -> None:
+    """Raise UserError if a head's card has another trained value than config.json.
+
+    No tensor shows this value, such as the number of tokens of a pass. key: in config.json. field:
+    of the head's shape.
+    """
+    trained = trained_shape(folder).get(field, value)
     if trained != value:
         raise UserError(
             f"{folder / 'config.json'}: {key} is {value}, but the head was trained with {trained} "
