@@ -98,6 +98,7 @@ def check_form(folder: Path, kind: HeadKind) -> Any:
     published = kind.contract.layouts.values() if kind.contract else ()
     layouts = (kind.layout, *(each for each in published if not each.cannot_hold(shape)))
     known = {key for each in layouts for key in key_names(each.config(shape, torch.float32))}
+    known |= kind.contract.also_read if kind.contract else set()
     if unknown := sorted({*key_names(read_json(folder / "config.json"))} - known):
         print(f"keys of config.json that are not read: {', '.join(unknown)}")
     return shape

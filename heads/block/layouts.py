@@ -59,6 +59,8 @@ from training.heads.published import (
 OPTIONS = "dflash_config"
 LAYOUT_KEY = "sample_from_anchor"
 SHIFT_KEY = "shift_label"  # the same in Domino's files
+# `causal` in JetSpec's files, and at the top level of others
+CAUSAL_HEAD, IS_CAUSAL = "causal_head", "is_causal"
 LAYERS = "target_layer_ids"
 RANKS = {MARKOV: "markov_rank", GRU: "emb_dim", SELECTOR: "selector_rank"}
 CONV_TAPS = "conv_kernel_size"
@@ -307,7 +309,7 @@ _LAYOUT_KEYS = (
 )
 _VLLM_KEYS = (
     Key(
-        (f"{OPTIONS}.causal", "is_causal", "causal"),
+        (f"{OPTIONS}.causal", IS_CAUSAL, "causal"),
         "causal",
         default=False,
         layouts=(SERVED.name,),
@@ -383,4 +385,5 @@ CONTRACT = Contract(
     READ_AS,
     copies=frozenset({EMBEDDING_COPY, LM_HEAD_COPY}),
     optional=frozenset({T2D}),
+    also_read=frozenset({CAUSAL_HEAD, IS_CAUSAL, SHIFT_KEY}),
 )

@@ -10,8 +10,10 @@ from decoding.models.folder import read_json
 from decoding.models.text.mask_token import check_mask_token
 from decoding.values import quote
 from heads.block.layouts import (
+    CAUSAL_HEAD,
     CONV_TAPS,
     FUSION,
+    IS_CAUSAL,
     KIND,
     LAYERS,
     LAYOUT_KEY,
@@ -170,8 +172,17 @@ class _Reader:
 
     @property
     def causal(self) -> bool:
-        """Whether attention inside a block is causal; the second key is JetSpec's."""
-        return self.flag("causal") or self.flag("causal_head")
+        """Whether attention inside a block is causal, as all its spellings in the file agree."""
+        inner = [self.flag(key) for key in ("causal", CAUSAL_HEAD) if key in self.options]
+        outer = {key: self.values.get(key) for key in (IS_CAUSAL, "causal")}
+        found = any(inner) if inner else any(value is True for value in outer.values())
+        for key, value in outer.items():
+            if not isinstance(value, bool | None):
+                raise self._error(key, value, "true or false")
+            if value not in (None, found):
+                expected = f"{quote(found)}, as under another key of causal blocks"
+                raise self._error(key, value, expected)
+        return found
 
     def confidence(self, correction: str) -> bool:
         """Return whether the head has a confidence, which must read its correction's features."""

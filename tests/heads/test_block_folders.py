@@ -146,6 +146,47 @@ def test_inconsistent_folders_are_refused(
         load_head(folder)
 
 
+@pytest.mark.parametrize(
+    ("values", "options", "causal"),
+    [
+        ({}, {}, False),  # the control
+        ({}, {"causal": True}, True),
+        ({}, {"causal_head": True}, True),
+        ({"is_causal": True}, {}, True),
+        ({"causal": True}, {}, True),
+        ({"is_causal": True}, {"causal": True}, True),
+        ({"is_causal": False}, {"causal": False}, False),
+    ],
+    ids=str,
+)
+def test_causal_blocks_are_read_under_every_spelling(
+    values: dict[str, Any], options: dict[str, Any], causal: bool, tmp_path: Path
+):
+    folder = save(random_block(SIZES, in_block_mask="causal"), tmp_path / "head")
+    change(folder, values, {"causal": None, **options})
+    assert load_head(folder).config.causal is causal
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "words"),
+    [
+        ({"is_causal": True}, {}, "is_causal is True, expected False, as under another key"),
+        ({"causal": False}, {"causal": True}, "causal is False, expected True, as under another"),
+        ({"is_causal": True, "causal": False}, {"causal": None}, "causal is False, expected True"),
+        ({"is_causal": 1}, {"causal": None}, "is_causal is 1, expected true or false"),
+    ],
+    ids=str,
+)
+def test_contradicting_spellings_of_causal_blocks_are_refused(
+    values: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
+):
+    folder = save(random_block(SIZES), tmp_path / "head")
+    load_head(folder)  # the control
+    change(folder, values, options)
+    with pytest.raises(UserError, match=words):
+        load_head(folder)
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path):
     folder = save(random_block(SIZES), tmp_path / "head")
     state = load_file(folder / "model.safetensors")

@@ -271,6 +271,7 @@ class Contract:
     read_as: Renames = ()  # from tensors of any layout to those of the state dict
     copies: frozenset[str] = frozenset()  # of the target's tensors in files, which are not read
     optional: frozenset[str] = frozenset()  # tensors that can be derived from others
+    also_read: frozenset[str] = frozenset()  # keys of config.json that no layout writes
 
 
 def rename(name: str, renames: Renames) -> str:
