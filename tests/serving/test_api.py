@@ -206,25 +206,6 @@ def test_a_client_that_leaves_frees_its_rows() -> None:
         assert 'outcome="cancelled"} 2.0' in served.service.metrics.text().decode()
 
 
-def test_the_queue_is_bounded() -> None:
-    async def ask(served: Served) -> list[int]:
-        async with served.async_client() as client:
-
-            async def one() -> int:
-                answer = await client.completions.with_raw_response.create(
-                    model=served.model, prompt=[4, 5], max_tokens=120, temperature=0
-                )
-                return answer.http_response.status_code
-
-            found = await asyncio.gather(*(one() for _ in range(12)), return_exceptions=True)
-        return [getattr(one, "status_code", one) for one in found]  # type: ignore[misc]
-
-    with serve(max_rows=1, max_waiting=2) as served:
-        statuses = asyncio.run(ask(served))
-        assert set(statuses) == {200, 429} and statuses.count(200) >= 3
-        served.wait_until_empty()
-
-
 @pytest.mark.parametrize("drafter", tiered(KEEPERS, ["chain_with_lookup"]))
 def test_pools_stay_with_their_key(drafter: str, tmp_path: Any) -> None:
     """Check that a key's second request drafts from its first, and another key's does not."""

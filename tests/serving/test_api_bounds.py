@@ -1,4 +1,4 @@
-"""How the server ends: what running requests get, and a decoding thread that has ended."""
+"""Bounds of the server: its queue, what requests get when it stops, and an ended thread."""
 
 import threading
 import time
@@ -14,6 +14,7 @@ from decoding.models.native.model import NativeTarget
 from tests.support.api_server import PATIENCE_S, Served, serve
 
 MOST = 200  # tokens of a text
+HELD_S = 60.0  # until a round that is held fails
 STOPPING = "the server is stopping. Try again later."
 
 
@@ -28,7 +29,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened, forward = threading.Event(), NativeTarget.forward
 
     def held(*given: Any, **named: Any) -> Any:
-        assert opened.wait(PATIENCE_S)
+        assert opened.wait(HELD_S)
         return forward(*given, **named)
 
     monkeypatch.setattr(NativeTarget, "forward", held)
@@ -47,6 +48,26 @@ def wait_for_rows(served: Served, count: int) -> None:
     while served.service.scheduler.running < count:
         assert time.monotonic() < until, "the requests do not run"
         time.sleep(0.01)
+
+
+def test_the_queue_is_bounded(gate: threading.Event, threads: ThreadPoolExecutor) -> None:
+    """Check that one row and exactly `max_waiting` requests are not refused, as long as it runs."""
+    with serve("none", max_rows=1, max_waiting=2) as served:
+        body = ask(served, max_tokens=3)
+        accepted = [threads.submit(served.post, body)]
+        wait_for_rows(served, 1)
+        accepted += [threads.submit(served.post, body) for _ in range(2)]
+        until = time.monotonic() + HELD_S
+        while served.service.scheduler.waiting < 2:
+            assert time.monotonic() < until, "the requests do not wait"
+            time.sleep(0.01)
+        for _ in range(3):
+            refused = served.post(body)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert "2 requests are waiting already (max_waiting)" in refused.text
+        gate.set()
+        assert [one.result(PATIENCE_S).status_code for one in accepted] == [200] * 3
+        assert served.post(body).status_code == 200, "there is room again"
 
 
 def test_running_requests_are_finished_within_grace_seconds(
