@@ -1,6 +1,5 @@
 """Both servers as jobs, in processes of their own: many connections, few files, signals."""
 
-import resource
 from collections.abc import Callable
 
 import httpx2
@@ -8,6 +7,7 @@ import pytest
 
 from scripts.server_process import run_server
 from tests.support.idle_connections import is_open, open_idle, wait_until_closed
+from tests.support.open_files import allow_open_files
 from tests.support.server_jobs import fork_server
 
 pytestmark = pytest.mark.long
@@ -39,23 +39,19 @@ def module(request: pytest.FixtureRequest) -> str:
 
 def test_ten_thousand_idle_connections(module: str) -> None:
     """Check that the server answers beside them, and closes them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < MANY + 200:
-        pytest.skip(f"needs {MANY + 200:,} open files, this system allows {hard:,}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        with fork_server(module, "target.max_length=128", "idle_seconds=20") as job:
-            with open_idle(job.url, MANY) as idle:
-                assert JOBS[module](job.url)
-                assert is_open(idle[0]) and is_open(idle[-1]), "control: all are open at once"
-                for one in (idle[0], idle[-1]):
-                    one.setblocking(True)
-                wait_until_closed(idle)
-                assert JOBS[module](job.url)
-            status, printed = job.end()
-        assert status == 0 and "Traceback" not in printed
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with (
+        allow_open_files(MANY + 200),
+        fork_server(module, "target.max_length=128", "idle_seconds=20") as job,
+    ):
+        with open_idle(job.url, MANY) as idle:
+            assert JOBS[module](job.url)
+            assert is_open(idle[0]) and is_open(idle[-1]), "control: all are open at once"
+            for one in (idle[0], idle[-1]):
+                one.setblocking(True)
+            wait_until_closed(idle)
+            assert JOBS[module](job.url)
+        status, printed = job.end()
+    assert status == 0 and "Traceback" not in printed
 
 
 def test_more_connections_than_open_files_wait(module: str) -> None:
