@@ -16,7 +16,7 @@ class PlanConfig(JobConfig):
     UNREAD: ClassVar[tuple[str, ...]] = (
         *("depths", "widths", "heads", "shapes", "tree_nodes", "speedups"),
         *("acceptance", "runs", "curves", "costs", "training_tokens", "assumed_tflops"),
-        *("prompts", "cost_seconds"),
+        *("prompts", "cost_seconds", "remeasure"),
     )
 
     # the target: a folder with weights, a folder with a config.json alone, or a published
@@ -51,6 +51,8 @@ class PlanConfig(JobConfig):
     cost_seconds: float = 20.0
     # costs.jsonl of another plan of this target on this machine, whose costs are not measured again
     costs: str = ""
+    # measure drafters anew whose known costs are unreliable
+    remeasure: bool = False
     # file of measured acceptances, to which this job adds those that it finds in `runs`
     acceptance: str = "runs/acceptance.jsonl"
     # folders (globs) in which runs of eval.run and trainings are looked for, at any depth; their

@@ -204,8 +204,9 @@ class CostFile:
     def __init__(self, config: PlanConfig, target: Any, folder: Path) -> None:
         """Read costs.jsonl of the run folder, and the file that `costs` names.
 
-        Raises UserError for costs that were measured on another machine, for another target or
-        under other settings.
+        With `remeasure` unreliable costs count as unknown, and leave the run folder's file. Raises
+        UserError for costs that were measured on another machine, for another target or under other
+        settings.
         """
         self.config, self.path = config, folder / FILE
         self.conditions = conditions_of(config, target)
@@ -223,7 +224,8 @@ class CostFile:
                     f"{path} was measured under other conditions: {'; '.join(differing)}. Set "
                     f"another output_dir=, and costs= to a file of this machine and target."
                 )
-        return found.records
+        kept = [one for one in found.records if not one.costs.unreliable]
+        return kept if self.config.remeasure else found.records
 
     def find(self, one: Candidate) -> MeasuredCosts | None:
         """Return the costs of a candidate, None if they are not measured yet."""

@@ -139,8 +139,8 @@ def _doubts(rows: Sequence[PlanRow]) -> list[str]:
         if row.unreliable:
             by_reason.setdefault(kinds[row.unreliable], []).append(row.drafter)
     return [
-        f"Unreliable costs, as {why}: {', '.join(names)}. Nothing is concluded from them: delete "
-        f"their lines of costs.jsonl, and plan again on an idle machine."
+        f"Unreliable costs, as {why}: {', '.join(names)}. Nothing is concluded from them: "
+        f"plan again with remeasure=true on an idle machine."
         for why, names in by_reason.items()
     ]
 

@@ -64,6 +64,38 @@ def test_a_damaged_line_is_measured_again(
     assert len(read_journal_lines(folder / FILE, MeasuredCosts.read).records) == 4
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the folder", "in costs="])
+def test_unreliable_costs_are_measured_anew_on_request(
+    elsewhere: bool, home: Path, tmp_path: Path, capsys: Any
+):
+    """Check which lines are kept; without remeasure=true all of them are (a control)."""
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    doubts = ["", "others ran", "", "others ran"]
+    lines = [dataclasses.asdict(one) for one in measured]
+    for line, doubt in zip(lines, doubts, strict=True):
+        line["costs"]["unreliable"] = doubt
+    folder = tmp_path / "planned"
+    folder.mkdir()
+    given = tmp_path / "given.jsonl" if elsewhere else folder / FILE
+    given.write_bytes(journal_bytes(lines))
+    asked = config(home, "", output_dir=str(folder), costs=str(given) if elsewhere else "")
+
+    def known() -> list[MeasuredCosts]:
+        return read_journal_lines(folder / FILE, MeasuredCosts.read).records
+
+    run(asked)
+    assert "nothing is measured again" in capsys.readouterr().out
+    before = given.read_bytes()
+    run(dataclasses.replace(asked, remeasure=True))
+    assert "plan: 2 of 2, eagle3: " in capsys.readouterr().err
+    kept = [] if elsewhere else [one for one, doubt in zip(measured, doubts) if not doubt]
+    assert [one.drafter for one in known()] == [
+        one.drafter for one in [*kept, measured[1], measured[3]]
+    ]
+    assert all(one.costs.unreliable != "others ran" for one in known())
+    assert not elsewhere or given.read_bytes() == before, "another plan's file stays as it is"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [

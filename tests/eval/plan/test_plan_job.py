@@ -49,10 +49,7 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
     shallow, deep = NAMES[:2]
     doubt = "Unreliable costs, as others ran: "
-    remedy = (
-        "Nothing is concluded from them: delete their lines of costs.jsonl, and plan again on an "
-        "idle machine."
-    )
+    remedy = "Nothing is concluded from them: plan again with remeasure=true on an idle machine."
 
     def planned(
         unreliable: str, disturbed: list[str], alpha: float = 0.0, factor: float = 1.0
