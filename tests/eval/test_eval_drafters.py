@@ -367,7 +367,7 @@ def test_drafters_are_timed_alike_at_every_place_in_the_list(home, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"batch_sizes": [1, 64]}, "sweep_prompts is .*, expected 64 or more, a batch"),
+        ({"batch_sizes": [1, 64]}, "sweep_prompts is .*, expected 64 or more, as batch_sizes"),
         ({"batch_sizes": [1, 64], "sweep_prompts": 64}, "too few"),
         ({"verify": "block", "schedule": "pearl_virtual"}, "which verify=block cannot do"),
         ({"batch_sizes": [2], "schedule": "pearl_plus_virtual"}, "one prompt at a time"),
