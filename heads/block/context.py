@@ -1,8 +1,8 @@
 """The stored keys and values of the texts that a block drafter continues.
 
 Rows have lengths of their own. Numbers past a row's length are stale, and no block sees them.
-States of new tokens wait until a block is drafted, and are then projected together: rounds without
-a draft cost nothing but their memory.
+After rounds without a draft the states of new tokens may wait until a block is drafted, and are
+then projected together, so such rounds cost nothing but memory.
 
 Shapes: B rows, N new tokens, T slots, X channels of all taps, G key/value heads, D head size.
 """
@@ -42,15 +42,17 @@ class StoredContext:
         if taps_BNX is not None:
             more.append(taps_BNX, counts_B)
         self._store()
-        more._store()
         self._cache_L2BGTD = torch.cat((self._cache_L2BGTD, more._cache_L2BGTD), 2)
         self.lengths_B = [*self.lengths_B, *more.lengths_B]
 
-    def append(self, taps_BNX: Tensor, counts_B: Sequence[int]) -> None:
-        """Add the first counts_B[b] tokens of each row, whose states these are."""
+    def append(self, taps_BNX: Tensor, counts_B: Sequence[int], wait: bool = False) -> None:
+        """Add the first counts_B[b] tokens of each row, whose states these are.
+
+        wait: whether they may be projected later.
+        """
         self.lengths_B = [a + b for a, b in zip(self.lengths_B, counts_B, strict=True)]
         self._waiting.append((taps_BNX, [*counts_B]))
-        if max(self._counts_B()) >= MOST_WAITING:
+        if not wait or max(self._counts_B()) >= MOST_WAITING:
             self._store()
         else:  # the target may reuse the memory in its next forward
             self._waiting[-1] = (taps_BNX.clone(), [*counts_B])

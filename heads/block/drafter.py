@@ -126,6 +126,7 @@ class BlockDrafter:
         self._target: Target | None = None
         self._context: StoredContext | None = None
         self._plans: ChainPlans | None = None  # of chains, with costs
+        self._drafted = True  # in the last round
         self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
 
     def as_chain(self, children: str) -> "BlockDrafter":
@@ -206,6 +207,7 @@ class BlockDrafter:
         if self._plans is not None:
             depths_B = self._plans.lengths(depths_B)
         depth = max(depths_B)
+        self._drafted = depth > 0
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips_B = devices.tensor([sequence[-1] for sequence in sequences_B], self.device)
@@ -330,7 +332,7 @@ class BlockDrafter:
     def observe(self, observation: Observation) -> None:
         """Add the tip and the accepted tokens of each row to its context."""
         states_BNX, counts_B = accepted_states(observation)
-        self._stored.append(self._convert(states_BNX), counts_B)
+        self._stored.append(self._convert(states_BNX), counts_B, wait=not self._drafted)
         if self._plans is not None:
             self._plans.learn(observation.outcome.accepted_B)
 

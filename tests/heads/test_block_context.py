@@ -36,7 +36,7 @@ def test_states_that_wait_are_stored_as_those_of_the_whole_text(rounds: int) -> 
         states = torch.randn(2, 4, width)
         for text, taps, count in zip(texts, states, counts_B, strict=True):
             text.append(taps[:count].clone())
-        context.append(states, counts_B)
+        context.append(states, counts_B, wait=True)
         states.zero_()  # as a target whose next forward uses the same memory
     for text, found in zip(texts, stored(context, head), strict=True):
         whole_1TX = torch.cat(text)[None]
