@@ -51,11 +51,10 @@ class StoredContext:
         wait: whether they may be projected later.
         """
         self.lengths_B = [a + b for a, b in zip(self.lengths_B, counts_B, strict=True)]
-        self._waiting.append((taps_BNX, [*counts_B]))
+        # the target may reuse the memory of its states in the next forward
+        self._waiting.append((taps_BNX.clone() if wait else taps_BNX, [*counts_B]))
         if not wait or max(self._counts_B()) >= MOST_WAITING:
             self._store()
-        else:  # the target may reuse the memory in its next forward
-            self._waiting[-1] = (taps_BNX.clone(), [*counts_B])
 
     def _counts_B(self) -> list[int]:
         """Return the number of tokens of each row that wait."""
