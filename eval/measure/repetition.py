@@ -40,7 +40,7 @@ class Repetition:
         while True:
             began = self.deadline.seconds
             number = len(attempts) + 1
-            attempts.append([dataclasses.replace(one, attempt=number) for one in measure()])
+            attempts.append(measure())
             if number > 1:
                 self._seconds -= self.deadline.seconds - began
             disturbed = self._share(attempts[-1]) < UNDISTURBED and self._seconds > 0
@@ -48,7 +48,8 @@ class Repetition:
                 break
             again()
         steady = [unit for unit in attempts if not stalled(unit, before)] or attempts[-1:]
-        return max(steady, key=self._share)
+        kept = max(steady, key=self._share)
+        return [dataclasses.replace(one, attempt=len(attempts)) for one in kept]
 
     def _share(self, unit: Sequence[Record]) -> float:
         """Return the share of a unit's time in which decoding had its processors."""

@@ -87,8 +87,8 @@ class Session:
         deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
         seconds = self.deadline.costs_seconds
         print(
-            f"eval: measuring the costs that rules use for some {seconds:.0f} s (longer with many "
-            f"drafters), and warming up",
+            f"eval: measuring the costs that rules use for {seconds:.0f} s (a minute or more with "
+            f"many drafters), and warming up",
             file=sys.stderr,
         )
         freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
@@ -348,25 +348,29 @@ class _Progress:
         self.bar, self.total, self.minimum, self.deadline = bar, total, minimum, deadline
         self.in_minimum = True  # whether the current unit belongs to them
         self.part = ""  # of the run, in words
-        self._finished = self._of_unit = 0  # decodings of finished units, and of the current one
+        self._finished = 0  # decodings of finished units
+        # Those of the current unit, and those of its current attempt, which may be a repetition.
+        self._of_unit = self._of_attempt = 0
         self._of_minimum = 0  # those of finished units that belong to the minimum
         self._tokens, self._seconds = 0, 0.0
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
-        """Count a decoding of the current unit."""
-        self._of_unit += 1
+        """Count a decoding of the current unit; a repeated one does not count again."""
+        repeated = self._of_attempt < self._of_unit
+        self._of_attempt += 1
+        self._of_unit = max(self._of_unit, self._of_attempt)
         self._tokens += tokens
         self._seconds += seconds
-        self._show(f"{self.part}: {self._tokens / self._seconds:.0f} tokens/s, {arm.drafter}")
+        speed = f"{self._tokens / self._seconds:.0f} tokens/s, {arm.drafter}"
+        self._show(f"{self.part}: {speed}{', again: the machine was busy' * repeated}")
 
     def again(self) -> None:
         """Start the current unit again."""
-        self._of_unit = 0
-        self._show(f"{self.part}: the machine was busy, once more")
+        self._of_attempt = 0
 
     def end_unit(self, decodings: int) -> None:
         """Count a finished unit as its planned decodings, however many were needed."""
-        decoded, self._of_unit = self._of_unit, 0
+        decoded, self._of_unit, self._of_attempt = self._of_unit, 0, 0
         self._finished += decodings
         self._of_minimum += decodings if self.in_minimum else 0
         if decoded < decodings:

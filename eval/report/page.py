@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import VIRTUAL
@@ -48,6 +49,7 @@ PAGES.filters |= {
     for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
 }
 PAGES.filters["with_interval"] = text.with_interval
+PAGES.filters["breakable"] = lambda cell: Markup(escape(cell).replace("/", Markup("/<wbr>")))
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
 PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
 PAGES.globals |= {"by_setting": by_setting}
@@ -179,8 +181,6 @@ def _cards(shown: Sequence[Row]) -> list[dict[str, Any]]:
         group = [row for row in ranked if row.condition_label == label]
         card = _card(label, text.drafter_label(best), best, len(rivals), group, everything)
         card["few"] |= everything
-        if card["tone"] == "good" and text.disturbance(shown):
-            card["tone"] = ""  # a win on a busy machine is not coloured
         cards.append(card)
     return cards
 
@@ -206,11 +206,10 @@ def _card(
     controls = [one for one in group if one.drafter == CONTROL and one is not row]
     if speed and speed.low is not None and speed.high is not None:
         tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
-    if row.shards_per_device > 1:
-        tone = ""  # its processes slowed each other
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},
+        "unreliable": bool(text.sharing(group) or text.disturbance(group)),  # of a busy machine
         "few": speed is not None and speed.low is None,  # too few prompts for a headline
         "alpha": row.alpha if everything else row.headline_alpha,
         "tau": row.tau if everything else row.headline_tau,

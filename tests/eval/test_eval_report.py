@@ -81,8 +81,8 @@ def test_a_busy_machine_is_named_before_any_number_of_the_page(rows, records, ht
     text = page(starved, records, PROVENANCE)
     assert text.index("Other processes used this machine") < text.index('<div class="big')
     assert '<div class="big good"' in html, "control: an undisturbed win is green"
-    assert '<div class="big good"' not in text
-    assert "Other processes" not in html
+    assert '<div class="big good"' not in text and "Unreliable: the machine was busy. " in text
+    assert "Other processes" not in html and "Unreliable" not in html
 
 
 def test_processes_that_shared_a_device_are_named_and_colour_no_headline(rows, records, html):
