@@ -46,6 +46,16 @@ def test_what_lies_beside_the_weights_is_not_read() -> None:
     assert found_MO.isfinite().all()
 
 
+def test_rows_that_lie_apart_in_memory_are_read_as_they_are() -> None:
+    """Such rows are copied, and the copy must live until the product has read it."""
+    x_MI, weight_OI = tensors(torch.float32, (8, 16), (24, 16))
+    for found_MI in (x_MI.T.contiguous().T, x_MI.repeat(1, 2)[:, :16]):
+        assert not found_MI.is_contiguous()
+        assert torch.equal(
+            fused_linear(found_MI, weight_OI, None), fused_linear(x_MI, weight_OI, None)
+        )
+
+
 def test_nan_in_one_row_stays_there() -> None:
     x_MI, weight_OI = tensors(torch.bfloat16, (20, 48), (40, 48))
     clean_MO = fused_linear(x_MI, weight_OI, None)

@@ -61,9 +61,9 @@ def fused_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     rows = x.numel() // weight_OI.shape[1]
     if rows > WIDEST or x.dtype != weight_OI.dtype:
         return F.linear(x, weight_OI, bias_O)
-    out = x.new_empty((*x.shape[:-1], len(weight_OI)))
+    x, out = x.contiguous(), x.new_empty((*x.shape[:-1], len(weight_OI)))
     load_library().linear(
-        CODES[x.dtype], torch.get_num_threads(), rows, *weight_OI.shape, x.contiguous().data_ptr(),
+        CODES[x.dtype], torch.get_num_threads(), rows, *weight_OI.shape, x.data_ptr(),
         weight_OI.data_ptr(), address(bias_O), out.data_ptr(),
     )  # fmt: skip
     return out
@@ -197,6 +197,22 @@ class FusedForward:
             states.append(self(torch.tensor(tokens)[:, None], None, slots, taps, False, rows)[1])
         sizes = [len(tokens) for tokens in tokens_of.values()]
         return list(torch.cat(states).squeeze(1).split(sizes))
+
+    def block(self, tokens_BN: Tensor, lengths_B: Sequence[int], causal: bool) -> Tensor:
+        """Return the states (B, N, C), after the final norm, of a block after committed tokens.
+
+        causal: whether a token sees no later one of its block. Raises IndexError for a token
+        outside the vocabulary.
+        """
+        (B, N), tokens_BN = tokens_BN.shape, tokens_BN.contiguous()
+        hidden_BNC = torch.empty(B, N, self.weights.config.hidden_size, dtype=self.weights.dtype)
+        forward = Forward(
+            B, N, 1, torch.get_num_threads(), False, address(tokens_BN), None,
+            (ctypes.c_int64 * B)(*lengths_B), self.columns((len(self.layers),)),
+            address(hidden_BNC), None, None, None, not causal,
+        )  # fmt: skip
+        self.check(self.library.forward_step(self.model, forward), N)
+        return hidden_BNC
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
