@@ -87,8 +87,8 @@ class Session:
         deepest = {name: longest_draft(facts, cfg) for name, facts in self.loaded.facts.items()}
         seconds = self.deadline.costs_seconds
         print(
-            f"eval: measuring the costs that rules use for {seconds:.0f} s (a minute or more with "
-            f"many drafters), and warming up",
+            f"eval: measuring the costs that rules use for {seconds:.0f} s, longer with many "
+            f"drafters, and warming up",
             file=sys.stderr,
         )
         freeze_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)

@@ -82,6 +82,11 @@ class StoredContext:
             for part, values_BGND in enumerate(pair):
                 self._cache_L2BGTD[layer, part].scatter_(2, index, values_BGND)
 
+    def stored(self) -> Tensor:
+        """Return the keys and values, with room for a block after each row's tokens."""
+        self._store()
+        return self._cache_L2BGTD
+
     def visible(self) -> Tensor:
         """Return the tokens that blocks see, (B, 1, T): all slots up to the longest row's end."""
         T, device = max(self.lengths_B), self._cache_L2BGTD.device

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding import devices
 from decoding.costs.roofline import ForwardBudget
@@ -38,6 +37,7 @@ from heads.block.checkpoint import load_head
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
 from heads.block.denoising import choose_steps, denoise, find_surest
+from heads.block.fused import FusedPass, make_pass
 from heads.block.model import BlockHead
 from heads.block.shape import EMBEDDING
 from heads.block.tree import TreePlanner
@@ -48,6 +48,7 @@ from training.heads.drafter import (
     check_draft,
     check_target,
     choose_name,
+    linear_of,
     load_to_draft,
 )
 from training.heads.temperatures import confidences
@@ -70,7 +71,7 @@ class BlockDrafter:
     denoising_steps: the passes of a draft (heads/block/denoising.py), for a head that was trained
         on random masks. None: as many as in its training.
     layout: of the slots, for a folder that does not name it (heads/block/checkpoint.py).
-    execution: `fused` runs the products of a loaded head like those of a fused target.
+    execution: `fused` runs a pass, or else the products of a loaded head, like a fused target's.
 
     Raises UserError for an invalid folder or argument.
     """
@@ -96,6 +97,7 @@ class BlockDrafter:
         def load(path: Path, dtype: torch.dtype, place: str) -> BlockHead:
             return load_head(path, dtype, place, layout)
 
+        loads = head is None
         head = load_to_draft(folder, head, load, dtype, device, execution)
         self.name = name = choose_name(name, folder, "block")
         self.head, self.config = head, head.config
@@ -127,7 +129,9 @@ class BlockDrafter:
         self._context: StoredContext | None = None
         self._plans: ChainPlans | None = None  # of chains, with costs
         self._drafted = True  # in the last round
-        self._rows_VH: Tensor | None = None  # of the target's lm_head for a draft vocabulary
+        self._shortlist: nn.Linear | None = None  # the target's lm_head for a draft vocabulary
+        self._execution = execution if loads else "eager"
+        self._pass: FusedPass | None = None
 
     def as_chain(self, children: str) -> "BlockDrafter":
         """Return a drafter of chains with the same head, which no costs or confidence shorten."""
@@ -156,7 +160,10 @@ class BlockDrafter:
             if ids_V is not None:  # the lm_head's columns, as logits of unit vectors
                 eye_HH = torch.eye(target.hidden_size, dtype=DTYPES[target.dtype])
                 columns_HV = target.lm_head(eye_HH.to(target.device))
-                self._rows_VH = self._convert(columns_HV[:, ids_V].T.contiguous())
+                rows_VH = self._convert(columns_HV[:, ids_V].T.contiguous())
+                self._shortlist = linear_of(rows_VH, self._execution)
+            fuses = self._execution == "fused"
+            self._pass = make_pass(self.head, target) if fuses else None
         self._target = target
 
     def open(
@@ -308,9 +315,12 @@ class BlockDrafter:
     def _states(self, tips_B: Tensor, filled_BK: Tensor | None) -> Tensor:
         """Return the states (B, K, H) of one pass. filled_BK: see `BlockHead.block_ids`."""
         context, S = self._stored, self.config.block_size
+        ids_BS = self.head.block_ids(tips_B, filled_BK)
+        if self._pass is not None and self._pass.takes(ids_BS):
+            return self._pass.states(ids_BS, context)
         lengths_B1 = devices.tensor(context.lengths_B, self.device)[:, None]
         slots_BS = lengths_B1 + torch.arange(S, device=self.device)
-        blocks_B1SH = self._embed(self.head.block_ids(tips_B, filled_BK))[:, None]
+        blocks_B1SH = self._embed(ids_BS)[:, None]
         rope = rope_at(context.tables, slots_BS)
         found_B1KH = self.head(blocks_B1SH, rope, context.join, context.visible())
         assert isinstance(found_B1KH, Tensor)
@@ -318,8 +328,10 @@ class BlockDrafter:
 
     def _logits(self, hidden_BKH: Tensor) -> Tensor:
         """Return the logits of the drafted tokens, without the correction."""
-        if self._rows_VH is not None:
-            return F.linear(hidden_BKH, self._rows_VH)
+        if self._shortlist is not None:
+            logits_BKV = self._shortlist(hidden_BKH)
+            assert isinstance(logits_BKV, Tensor)
+            return logits_BKV
         assert self._target is not None, "prepare() comes before propose()"
         hidden_BKH = hidden_BKH.to(self._target.device, DTYPES[self._target.dtype])
         return self._convert(self._target.lm_head(hidden_BKH))

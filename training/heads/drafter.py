@@ -54,6 +54,16 @@ def load_to_draft(
     return loaded
 
 
+def linear_of(weight_OI: Tensor, execution: str) -> nn.Linear:
+    """Return a linear layer without a bias, whose products run as a head's in this execution."""
+    outputs, inputs = weight_OI.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI, requires_grad=False)
+    if execution == "fused":
+        fuse_linears(layer)
+    return layer
+
+
 def choose_name(name: str | None, folder: str | Path | None, kind: str) -> str:
     """Return a drafter's name: the given one, else that of its folder, else `kind`."""
     return name or (kind if folder is None else name_of(folder))

@@ -9,11 +9,14 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.models.native.fused import FusedLinear
+from decoding.models.native.linear import PlainLinear
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.skips import Skips
 from decoding.models.native.weights import Layer
@@ -39,7 +42,9 @@ class EarlyExit(NativeTarget):
         name = f"{target.name} up to layer {layers}"
         skips = Skips(between, between)
         super().__init__(weights, name, target.max_length, skips, target.execution)
-        self._own = own
+        if target.execution == "fused" and isinstance(own.qkv, PlainLinear):
+            own = replace(own, qkv=FusedLinear(own.qkv.weight_OI, own.qkv.bias_O))
+        self._own = own  # as `append` runs it
         self.follow(target)
 
     def append(self, states_BNC: Tensor, counts_B: Sequence[int]) -> None:

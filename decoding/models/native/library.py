@@ -64,6 +64,7 @@ class Forward(ctypes.Structure):
         ("columns", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.c_void_p) for name in ("hidden", "logits", "nodes")),
         ("places", ctypes.POINTER(ctypes.c_int32)),
+        ("sees_all", ctypes.c_int32),
     ]
 
 

@@ -179,8 +179,9 @@ class Step {
     store(queries, rotated, heads * D);
     const A scale = A(1) / std::sqrt(A(D));
 
-    // the slots from 0 on that a chain sees, or those of the committed tokens and then the node's ancestors
-    const int64_t visible = length + depth(b, n) + 1, plain = f_.parents == nullptr ? visible : length;
+    // the slots from 0 on that a chain or a block sees, or those of the committed tokens and then the node's ancestors
+    const int64_t visible = length + (f_.sees_all ? f_.N : depth(b, n) + 1);
+    const int64_t plain = f_.parents == nullptr ? visible : length;
     score_keys<heads>(keys, plain, queries, D, scores, scores_);
     for (int64_t place = plain; place < visible; ++place) {
       const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;

@@ -54,6 +54,7 @@ struct Forward {
   void* logits;            // (B, N, V), in the type of the sums; null: not wanted
   const int32_t* nodes;    // (B,) the one node of each row whose logits are wanted, as (B, V); null: all nodes
   const int32_t* places;   // (B,) rows of the cache, in which a row may be again, further on; null: 0 to B - 1
+  int32_t sees_all;        // whether each token sees all new tokens of its row; only without parents
 };
 
 // The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.
