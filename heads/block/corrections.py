@@ -41,12 +41,30 @@ class Correction(nn.Module, ABC):
     def features(self, hidden_MH: Tensor, state_ME: Tensor, depth: int) -> Tensor:
         """Return the features f [M, E] of the backbone's states and the correction's state."""
 
+    @abstractmethod
     def correct(self, logits_MV: Tensor, features_ME: Tensor) -> Tensor:
         """Return the backbone's logits [M, V] with the correction."""
-        return logits_MV + F.linear(features_ME, self.weight)
 
 
-class Markov(Correction):
+class FullCorrection(Correction):
+    """A correction of all tokens' logits."""
+
+    @property
+    @abstractmethod
+    def output(self) -> nn.Linear:
+        """The output layer of the features."""
+
+    @property
+    def weight(self) -> Tensor:
+        return self.output.weight
+
+    def correct(self, logits_MV: Tensor, features_ME: Tensor) -> Tensor:
+        added_MV = self.output(features_ME)
+        assert isinstance(added_MV, Tensor)
+        return logits_MV + added_MV
+
+
+class Markov(FullCorrection):
     """DSpark's head: the logits W2 W1[x] of the last token x (arXiv 2607.05147)."""
 
     def __init__(self, shape: BlockConfig) -> None:
@@ -57,8 +75,8 @@ class Markov(Correction):
         nn.init.zeros_(self.markov_w2.weight)
 
     @property
-    def weight(self) -> Tensor:
-        return self.markov_w2.weight
+    def output(self) -> nn.Linear:
+        return self.markov_w2
 
     def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
         found = self.markov_w1(tokens_M)
@@ -69,7 +87,7 @@ class Markov(Correction):
         return state_ME
 
 
-class PrefixGRU(Correction):
+class PrefixGRU(FullCorrection):
     """Domino's head: a GRU over the tip and the drafted tokens (arXiv 2605.29707).
 
     The features are SiLU(W [h ; s]) of the slot's state h and the GRU's state s. The first token of
@@ -88,10 +106,10 @@ class PrefixGRU(Correction):
         nn.init.zeros_(self.weight)
 
     @property
-    def weight(self) -> Tensor:
-        weight = self.embed_proj[2].weight
-        assert isinstance(weight, Tensor)
-        return weight
+    def output(self) -> nn.Linear:
+        layer = self.embed_proj[2]
+        assert isinstance(layer, nn.Linear)
+        return layer
 
     def advance(self, state_ME: Tensor | None, tokens_M: Tensor, embed: Embed) -> Tensor:
         self.prefix_gru.flatten_parameters()  # on a GPU, after a change of dtype
