@@ -24,7 +24,10 @@ class FusedPass:
     """The passes of one head over the embeddings of one target; `make_pass` makes it."""
 
     def __init__(self, head: BlockHead, target: NativeTarget) -> None:
-        """Join the head's weights for the step. The head's own then share the memory of these."""
+        """Join the head's weights for the step. The head's own then share the memory of these.
+
+        An embedding in another dtype than the head's is copied.
+        """
         config, state = head.config, head.state_dict()
         shape = NativeConfig(
             family="qwen3",

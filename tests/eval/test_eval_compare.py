@@ -146,7 +146,7 @@ def test_the_best_is_shown_with_its_interval_and_its_number_of_rivals(runs):
     best = sampled.fastest[0]
     assert best.name == "simulated-1" and sampled.fastest[-1].name != "simulated-1"
     html = page_of([sampled])
-    assert "Best of 3: simulated-1 (1 layer, 3.1 M)" in html
+    assert "Best of 3 drafters: simulated-1 (1 layer, 3.1 M)" in html
     assert f"{best.speedup.low:.2f} to {best.speedup.high:.2f}" in html
     cells = {one.entry.name: entry_cells(one) for one in sampled.compared}
     (compared,) = [one for one in sampled.compared if one.entry is best]

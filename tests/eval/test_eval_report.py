@@ -98,7 +98,7 @@ def test_processes_that_shared_a_device_are_named_and_colour_no_headline(rows, r
 
 
 def test_the_best_row_shows_its_number_of_rivals(rows, records, html):
-    assert html.count("<p>Best of 2: simulated-good") == 2, (
+    assert html.count("<p>Best of 2 drafters: simulated-good") == 2, (
         "two models under each of two conditions"
     )
     alone = [row for row in rows if row.drafter != "simulated-slow"]

@@ -93,6 +93,22 @@ def test_logits_equal_those_of_the_first_layers_and_the_heads(family: str, execu
     )
 
 
+def test_a_fused_target_drafts_the_same() -> None:
+    """Compare texts and accepted tokens with those of the eager execution, in rows that differ.
+
+    The trained layer reads accepted tokens in the compiled step there. Control: another layer.
+    """
+    model = hf_model("qwen3", layers=LAYERS)
+    settings = Settings(24, temperature=1.0, num_draft_tokens=4, seed=1)
+
+    def decoded(execution: str, start: str = "last") -> list[tuple[list[int], list[int]]]:
+        drafter = EarlyExitDrafter(head=head_from(model, start))
+        found = decode(native_of(model, execution=execution), drafter, random_prompts(5), settings)
+        return [(one.tokens, one.accepted_by_depth) for one in found]
+
+    assert decoded("fused") == decoded("eager") != decoded("eager", "random")
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_draft_vocabulary_keeps_rows_of_the_lm_head(packed: bool) -> None:
     model = hf_model("llama", layers=LAYERS, dtype=torch.float32)

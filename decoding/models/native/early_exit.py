@@ -9,14 +9,12 @@ vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.models.native.fused import FusedLinear
-from decoding.models.native.linear import PlainLinear
+from decoding.models.native.fused import WIDEST, FusedForward
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.skips import Skips
 from decoding.models.native.weights import Layer
@@ -42,10 +40,17 @@ class EarlyExit(NativeTarget):
         name = f"{target.name} up to layer {layers}"
         skips = Skips(between, between)
         super().__init__(weights, name, target.max_length, skips, target.execution)
-        if target.execution == "fused" and isinstance(own.qkv, PlainLinear):
-            own = replace(own, qkv=FusedLinear(own.qkv.weight_OI, own.qkv.bias_O))
-        self._own = own  # as `append` runs it
+        self._own = own
+        self._own_step: FusedForward | None = None
+        if self._fused is not None:  # of the own layer's attention alone, which writes its keys
+            self._own_step = FusedForward(weights, [(len(weights.layers) - 1, own, True, False)])
         self.follow(target)
+
+    def _bind(self) -> None:
+        super()._bind()
+        if self._own_step is not None:
+            assert self._cache_L2BHTD is not None and self._rope is not None
+            self._own_step.bind(self._cache_L2BHTD, self._rope)
 
     def append(self, states_BNC: Tensor, counts_B: Sequence[int]) -> None:
         """Write the own layer's keys and values of tokens after the committed ones; commit them.
@@ -55,6 +60,11 @@ class EarlyExit(NativeTarget):
         """
         assert self._rope is not None, "open the target first"
         (B, N), device = states_BNC.shape[:2], self.device
+        room = len(self._rope[0]) - max(self.lengths_B)  # which padding may exceed
+        if self._own_step is not None and B * N <= WIDEST and room >= N:
+            self._own_step.write(states_BNC, self.lengths_B)
+            self.commit(None, counts_B)
+            return
         slots_BN = devices.tensor(self.lengths_B, device)[:, None] + torch.arange(N, device=device)
         slots_BN.clamp_(max=len(self._rope[0]) - 1)  # padding may reach past the cache
         cos, sin = (table_TD[slots_BN][:, :, None] for table_TD in self._rope)

@@ -214,6 +214,20 @@ class FusedForward:
         self.check(self.library.forward_step(self.model, forward), N)
         return hidden_BNC
 
+    def write(self, states_BNC: Tensor, lengths_B: Sequence[int]) -> None:
+        """Write keys and values of tokens after committed ones, from the states before the layers.
+
+        Needs room for N tokens in every row.
+        """
+        B, N, _ = states_BNC.shape
+        states_BNC = states_BNC.contiguous()
+        forward = Forward(
+            B, N, 0, torch.get_num_threads(), False, None, None,
+            (ctypes.c_int64 * B)(*lengths_B), self.columns(()),
+            None, None, None, None, False, address(states_BNC),
+        )  # fmt: skip
+        self.check(self.library.forward_step(self.model, forward), N)
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states after the final norm."""
         weight_VC = self.weights.head_weight_VC

@@ -65,6 +65,7 @@ class Forward(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "logits", "nodes")),
         ("places", ctypes.POINTER(ctypes.c_int32)),
         ("sees_all", ctypes.c_int32),
+        ("states", ctypes.c_void_p),
     ]
 
 

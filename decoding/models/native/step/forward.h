@@ -59,8 +59,9 @@ class Step {
     A* memory = own_ + rank * own_size_ + int64_t(M_) * m_.C;
     Pieces* pieces = pieces_.get();
     for (int row; (row = pieces->take()) < M_;) {
-      const T* embedded = static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C;
-      for (int c = 0; c < m_.C; ++c) x_[row * m_.C + c] = widen(embedded[c]);
+      const T* input = f_.states == nullptr ? static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C
+                                            : static_cast<const T*>(f_.states) + int64_t(row) * m_.C;
+      for (int c = 0; c < m_.C; ++c) x_[row * m_.C + c] = widen(input[c]);
       tap(0, row);
     }
     ++pieces;
@@ -306,7 +307,7 @@ Team& team_of(int threads) {
 bool is_valid(const Model& model, const Forward& forward) {
   for (int b = 0; b < forward.B; ++b) {
     if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
-    for (int n = 0; n < forward.N; ++n) {
+    for (int n = 0; n < forward.N && forward.states == nullptr; ++n) {
       const int64_t token = forward.tokens[b * forward.N + n];
       if (token < 0 || token >= model.vocabulary) return false;
       if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;

@@ -55,6 +55,7 @@ struct Forward {
   const int32_t* nodes;    // (B,) the one node of each row whose logits are wanted, as (B, V); null: all nodes
   const int32_t* places;   // (B,) rows of the cache, in which a row may be again, further on; null: 0 to B - 1
   int32_t sees_all;        // whether each token sees all new tokens of its row; only without parents
+  const void* states;      // (B, N, C) of the model's dtype, read in place of the tokens' embeddings; null: none
 };
 
 // The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.
