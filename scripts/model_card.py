@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from omegaconf import MISSING
 
 from eval.report.model_card import FIGURES, README, make_card
+from eval.report.text import count_label
 from eval.statistics.comparison.evaluations import find_runs
 from jobs.files import disk_error, write_text
 from scripts.options import run_with_options
@@ -56,7 +57,8 @@ def run(options: Options) -> str:
     except OSError as error:
         raise disk_error(folder / FIGURES, error) from error
     write_text(folder / README, made.text)
-    return f"{folder / README}: {len(runs)} evaluations, {len(made.figures)} plots"
+    found = count_label(len(runs), "evaluation"), count_label(len(made.figures), "plot")
+    return f"{folder / README}: {', '.join(found)}"
 
 
 if __name__ == "__main__":

@@ -186,12 +186,20 @@ def _title(body: str) -> str:
 
 
 def _doubts(rows: Sequence[Row]) -> list[str]:
-    """Return warnings that precede the figures: those of a report, and one for too few prompts."""
+    """Return warnings that precede the figures: those of a report, and of too few prompts."""
     found = warnings(rows)
     if any(row.speedup_low is None for row in rows):
         found.append(
             f"Fewer than {MIN_PROMPTS} prompts: the speedups without an interval may be chance. "
             f"Measure on more prompts."
+        )
+    looping = [row for row in rows if row.headline_prompts < MIN_PROMPTS <= row.prompts]
+    if looping:
+        few = min(row.headline_prompts for row in looping)
+        found.append(
+            f"Only {count_label(few, 'text')} of the target {'does' if few == 1 else 'do'} not "
+            f"loop: repeated text is easy to draft, so these speedups hold for it alone. Measure "
+            f"on prompts with at least {MIN_PROMPTS} other texts."
         )
     return found
 

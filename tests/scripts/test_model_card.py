@@ -66,7 +66,7 @@ def test_a_card_is_filled_and_filled_again_and_pushed(folder: Path, tmp_path: Pa
     one, two = (measured(folder, tmp_path / name / "run") for name in ("one", "two"))
     for runs in ([one, two], [one]):
         done = run(Options(folder=str(folder), runs=[str(path) for path in runs]))
-        assert f"{len(runs)} evaluations, {len(shown(folder))} plots" in done
+        assert f"{len(runs)} evaluation{'s' * (len(runs) > 1)}, {len(shown(folder))} plots" in done
         made = ModelCard.load(folder / "README.md")
         assert made.text.count("\n## Measured\n") == made.text.count(own.strip()) == 1
         assert re.search(r"\| \d\.\d\dx \[\d\.\d\d, \d\.\d\d\] \|", made.text), "an interval"
@@ -137,6 +137,7 @@ def test_results_of_the_model_index_can_be_told_apart(folder: Path, tmp_path: Pa
         (26, {"cpu_share": 0.4}, "Other processes used this machine"),
         (26, {"shards_per_device": 2}, "2 processes"),
         (3, {}, "Fewer than 5 prompts"),
+        (26, {"headline_prompts": 2}, "Only 2 texts of the target do not loop"),
         (26, {}, ""),  # control
     ],
 )
