@@ -5,6 +5,7 @@ Both extend templates/page.html.j2 and are made from the files of run folders al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ PAGES.filters |= {
     for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
 }
 PAGES.filters["with_interval"] = text.with_interval
-PAGES.filters["breakable"] = lambda cell: Markup(escape(cell).replace("/", Markup("/<wbr>")))
+PAGES.filters["breakable"] = lambda cell: Markup(re.sub("([/_:.])", r"\1<wbr>", escape(cell)))
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
 PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
 PAGES.globals |= {"by_setting": by_setting}
@@ -209,12 +210,19 @@ def _card(
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},
-        "unreliable": bool(text.sharing(group) or text.disturbance(group)),  # of a busy machine
+        "unreliable": _unreliable(group),
         "few": speed is not None and speed.low is None,  # too few prompts for a headline
         "alpha": row.alpha if everything else row.headline_alpha,
         "tau": row.tau if everything else row.headline_tau,
         "control": counted_speedup(controls[0], everything) if controls else None,
     }
+
+
+def _unreliable(rows: Sequence[Row]) -> str:
+    """Return why the speedups of rows are unreliable, as a clause; empty if they are not."""
+    if text.sharing(rows):
+        return "processes of this run shared a device"
+    return "the machine was busy" if text.disturbance(rows) else ""
 
 
 def _plots(
