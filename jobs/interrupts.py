@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+REFUSED = 2  # exit status of a job that ended with a UserError
 INTERRUPTED = 130  # exit status of a job that a signal stopped
 
 

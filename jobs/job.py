@@ -36,7 +36,7 @@ from jobs.config import JobConfig, check_key, typed
 from jobs.config_checks import check_job
 from jobs.files import disk_error
 from jobs.help import print_help
-from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, raise_on_signals
+from jobs.interrupts import INTERRUPTED, REFUSED, Interrupted, Terminated, raise_on_signals
 from jobs.malloc import keep_memory
 from jobs.run_lock import lock_folder
 from jobs.saved_config import upgrade_config
@@ -303,7 +303,7 @@ def exit_on_errors(action: Callable[[], Any]) -> Any:
         return action()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(REFUSED)
     except Interrupted as stop:
         print(f"interrupted: {stop}", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -29,7 +29,7 @@ from eval.measure.rounds import FILE as ROUNDS
 from eval.measure.rounds import RoundsFile
 from eval.measure.setup import conditions
 from jobs.config import plain
-from jobs.interrupts import INTERRUPTED, Interrupted
+from jobs.interrupts import INTERRUPTED, REFUSED, Interrupted
 from jobs.launch import Children
 from jobs.run_files import read_journal_lines
 from jobs.stages import ON_FILE
@@ -112,10 +112,13 @@ def _run(cfg: EvalConfig, homes: Sequence[Path], part: str) -> None:
     if children.signalled or INTERRUPTED in states:
         raise Interrupted("the shards were stopped by a signal. Run the same command to continue")
     if failed:
+        state = states[failed[0]]
+        remedy = "Run the same command to continue from the prompts that are measured"
+        if state == REFUSED:
+            remedy = "Mend what it names, and run the command again"
         raise UserError(
-            f"shard {failed[0]} of {cfg.shards} ended with status {states[failed[0]]}; the others "
-            f"were stopped. Its last output is above. Run the same command to continue from the "
-            f"prompts that are measured"
+            f"shard {failed[0]} of {cfg.shards} ended with status {state}; the others were "
+            f"stopped. Its last output is above. {remedy}"
         )
 
 

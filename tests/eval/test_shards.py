@@ -124,7 +124,7 @@ def test_a_run_continues_with_the_units_that_a_shard_lacks(homes: Path, shared: 
 def test_a_failed_shard_is_named(homes: Path) -> None:
     damaged = Path(shutil.copytree(homes / "shallow", homes / "damaged"))
     (damaged / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(UserError, match="shard 0 of 2 ended with status 2"):
+    with pytest.raises(UserError, match="shard 0 of 2 ended with status 2.* Mend what it names"):
         run(settings(homes, "failed", drafters=[str(damaged)], shards=2))
 
 
