@@ -70,10 +70,13 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
         if row.trained:
             found.append(f"Evaluate {row.drafter}, whose weights are trained: {expected}.")
             continue
+        doubt = ""
+        if row.speedup_low is not None and row.speedup_low < 1:
+            doubt = " It may slow decoding down: the bounds hold 1x."
         start = "Train" if not number else "Or, for less training, train"
         found.append(
             f"{start} {row.drafter}: {expected}, after {operations(row.training_flop)} on "
-            f"{row.training_tokens:,} tokens, {_training_time(row, outlook, config)}."
+            f"{row.training_tokens:,} tokens, {_training_time(row, outlook, config)}.{doubt}"
         )
     return found
 
