@@ -131,7 +131,7 @@ def typed(composed: DictConfig, schema: type[Schema], note: str = "") -> Schema:
         if missing:
             raise UserError(
                 f"no value for {', '.join(missing)}. Set it on the command line, such as "
-                f"{missing[0]}=...{note and '.'}{note}"
+                f"{missing[0]}=VALUE{note and '.'}{note}"
             )
         return typing.cast(Schema, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
