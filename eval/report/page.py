@@ -50,7 +50,7 @@ PAGES.filters |= {
     for one in (*(text.amount, text.count_label, text.gamma_label, text.number), text.prompts_label)
 }
 PAGES.filters["with_interval"] = text.with_interval
-PAGES.filters["breakable"] = lambda cell: Markup(re.sub("([/_:.])", r"\1<wbr>", escape(cell)))
+PAGES.filters["breakable"] = lambda words: Markup(re.sub("([/_:])", r"\1<wbr>", str(escape(words))))
 PAGES.globals |= {"evaluation_tables": evaluation_tables, "comparison_tables": comparison_tables}
 PAGES.globals |= {"words": text, "used_words": used_words, "WORDS": WORDS}
 PAGES.globals |= {"by_setting": by_setting}

@@ -23,7 +23,7 @@ from tests.support.simulated_records import PROVENANCE, pick
 from tests.support.tiers import tiered
 from training.models.shapes import millions
 
-VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
+VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "wbr", "image"}
 
 
 @pytest.mark.parametrize("schedule", tiered(["pearl_virtual", "alone"], ["pearl_virtual"]))
@@ -288,6 +288,13 @@ def test_a_caption_names_dashed_lines_only_if_some_are_drawn(rows):
     assert " Dashed: predicted. Below 1x" in speedup_by_gamma(swept, styles, "greedy").caption
     for some in (doubted, single):
         assert "Dashed" not in speedup_by_gamma(some, styles, "greedy").caption
+
+
+def test_long_names_break_and_numbers_do_not(rows, records):
+    named = [dataclasses.replace(row, worst_prompt="a_file/<9>:1") for row in rows]
+    html = page(named, records, PROVENANCE)
+    assert '<td class="words">a_<wbr>file/<wbr>&lt;9&gt;:<wbr>1</td>' in html
+    assert "&lt;wbr" not in html and not re.search(r"\d<wbr>|\.<wbr>", html)
 
 
 def test_one_unit_measured_again_is_not_plural(rows, records):
