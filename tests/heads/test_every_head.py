@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
+from transformers import AutoConfig
 
 from decoding.errors import UserError
 from eval.measure.setup import check
-from heads.registry import KINDS
+from heads.registry import KINDS, kind_of
 from jobs.composing import compose_job
 from jobs.config import typed
 from jobs.drafters import describe
 from jobs.schemas import schema_of
 from jobs.stages import compose_stage
+from training.features.states import layers_read
+from training.heads.build import shape_of
+from training.heads.loss_config import reads_final
+
+PRESET_OF = {"redrafter": "recurrent"}
 
 
 def members(recipe: str, folder: Path) -> dict[str, list[Any]]:
@@ -49,7 +55,7 @@ def test_every_preset_learns_for_equal_seconds_and_has_a_row(
     drafted = {one.head.draft_vocab_size for one in found["heads.train:heads"]}
     drafted |= {one.student.draft_vocab_size for one in found["distill.train:pruned"]}
     assert drafted == {draft_vocabulary}
-    presets = ["recurrent" if one.head.name == "redrafter" else one.head.name for one in heads]
+    presets = [PRESET_OF.get(one.head.name, one.head.name) for one in heads]
     assert sorted(presets) == sorted(KINDS)
     names = {
         one.output_dir: one.head.name if one.job == "heads.train" else one.student.name
@@ -71,3 +77,22 @@ def test_every_preset_learns_for_equal_seconds_and_has_a_row(
     evaluation.sweep_prompts = 4
     with pytest.raises(UserError, match="sweep_prompts is 4, expected 8 or more"):
         check(evaluation)
+
+
+@pytest.mark.parametrize(("recipe", "layers"), [("every_head", 30), ("every_head_chat24m", 12)])
+def test_all_heads_of_a_recipe_read_the_layers_of_one_store(
+    recipe: str, layers: int, chat24m: Path, tmp_path: Path
+) -> None:
+    """Check each recipe with the depth of its target; the mask token is chat24m's in both."""
+    target = AutoConfig.from_pretrained(chat24m)
+    target.num_hidden_layers = layers
+    read, shared = set[int](), set[int]()
+    for stage, ones in members(recipe, tmp_path).items():
+        for one in ones:
+            if "heads.train" in stage and one.states.cache == "disk":
+                one.target.path = str(chat24m)
+                kind = kind_of(PRESET_OF.get(one.head.name, one.head.name))
+                taps = kind.taps(shape_of(kind, one, target))
+                read |= {*layers_read(taps, layers, reads_final(one.loss))}
+                shared |= {*one.states.layers}
+    assert read == shared

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from decoding import devices
 from training.data.packing import PackedBatch
 from training.features.continuations import continue_greedily
+from training.features.layer_stores import LayerStores
 from training.features.stores import RowStates, Store
 from training.features.taps import Layers, check_layers, read_layers
 from training.objectives import hidden_states
@@ -47,7 +49,11 @@ class TargetStates:
     """Features of the frozen target, shared by all copies of an objective."""
 
     def __init__(
-        self, target: Any, store: Store | None = None, taps: Layers = (), final: bool = True
+        self,
+        target: Any,
+        store: Store | LayerStores | None = None,
+        taps: Layers = (),
+        final: bool = True,
     ) -> None:
         """Wrap a Hugging Face causal LM with packed attention, before it is sharded.
 
@@ -55,6 +61,7 @@ class TargetStates:
         """
         self.target = target
         self.store = store
+        self.rows_read = 0  # by the target, for the store
         self._last = target.config.num_hidden_layers
         self.layers = layers_read(taps, self._last, final)
         self._taps = len(taps or (self._last,))
@@ -150,9 +157,12 @@ class TargetStates:
         return RowStates(states_PC, kept_P.new_zeros(0, count) if count else None)
 
     def _row(self, batch: PackedBatch, index: int, kept_P: Tensor, count: int) -> RowStates:
+        if isinstance(self.store, LayerStores):
+            return self._shared_row(self.store, batch, index, kept_P)
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
             return found.copy_to(kept_P.device)
+        self.rows_read += 1
         if count:
             states_MC, tokens_MK = continue_greedily(
                 self.target, batch.row(index), kept_P, count, self.layers
@@ -163,3 +173,18 @@ class TargetStates:
         if self.store is not None:
             self.store.put(batch.rows[index], made)
         return made
+
+    def _shared_row(
+        self, store: LayerStores, batch: PackedBatch, index: int, kept_P: Tensor
+    ) -> RowStates:
+        """Return a row's features, from its states at all layers that the store keeps."""
+        key = batch.rows[index]
+        if (states_TC := store.get(key, self.layers)) is None:
+            row = batch.row(index)
+            made = read_layers(self.target, store.layers, lambda: hidden_states(self.target, row))
+            # documents fill a row from its first token on
+            store.put(key, made[0, : row.tokens])
+            self.rows_read += 1
+            states_TC = store.get(key, self.layers)
+            assert states_TC is not None
+        return RowStates(devices.copy_to_device(states_TC, kept_P.device)[kept_P])

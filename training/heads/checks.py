@@ -23,6 +23,7 @@ from training.heads.loss_config import (
     CONTINUATIONS,
     HEAD_LOSSES,
     head_loss_rules,
+    num_continued_tokens,
     trained_depths,
 )
 from training.held_out.costs import cost_rules
@@ -49,6 +50,7 @@ def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Non
             **choice_rules(config, kind, kind.reads_tokens(shape)),
             **kind.rules(config, shape),
             **adapter_rules(config, "head.path", config.head.path),
+            "states.layers": layers_rule(config, target.num_hidden_layers),
             "head.draft_vocabulary": (
                 config.head.draft_vocabulary in CHOICES,
                 f"one of {', '.join(CHOICES)}",
@@ -115,6 +117,17 @@ def choice_rules(
             "false without states.cache=disk",
         ),
     }
+
+
+def layers_rule(config: HeadJobConfig, num_layers: int) -> tuple[bool, str]:
+    """Return the rule of the layers that heads share: the validity of the value, and what fits."""
+    layers = config.states.layers
+    if config.states.cache != "disk":
+        return not layers, "[] without states.cache=disk"
+    if num_continued_tokens(config.loss):
+        return not layers, f"[] with loss.name={CONTINUATIONS}, which keeps tokens beside states"
+    fits = all(0 <= layer <= num_layers for layer in layers)
+    return fits, f"layers from 0, the target's embedding, to {num_layers}, its final norm"
 
 
 def on_policy_rules(config: HeadJobConfig, reads_tokens: bool) -> dict[str, tuple[bool, str]]:

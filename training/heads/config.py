@@ -55,6 +55,9 @@ class StatesConfig:
     # cache=disk: read all the data before the first step, and print the seconds that this takes;
     # otherwise a row's states are stored when it is first trained on
     fill: bool = False
+    # cache=disk: layers that the target reads at once, besides those of this head, each kept in a
+    # file of its own for all heads that train on the data; []: a store for this head's layers alone
+    layers: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -93,11 +93,15 @@ def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any
     """Return the layout of the store of states that a job needs."""
     loss, taps = config.loss, kind.taps(shape)
     layers = layers_read(taps, target.num_hidden_layers, reads_final(loss))
+    dtype = dtype_of(config.loop.dtype)
+    if config.states.layers:
+        kept = tuple(sorted({*layers, *config.states.layers}))
+        return StoreLayout(0, False, len(kept) * shape.hidden_size, dtype, taps=kept, context=True)
     return StoreLayout(
         trained_depths(loss),
         reads_final(loss),
         len(layers) * shape.hidden_size,
-        dtype_of(config.loop.dtype),
+        dtype,
         num_continued_tokens(loss),
         taps,
         kind.reads_context,

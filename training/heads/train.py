@@ -35,6 +35,7 @@ from training.doctor import begin
 from training.draft_vocabulary import choose_tokens
 from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
+from training.features.layer_stores import LayerStores, layers_on_disk
 from training.features.states import TargetStates
 from training.features.stores import MemoryStore, Store, states_on_disk
 from training.heads.build import describe_mask_token, initialize_head, shape_of, start_head
@@ -214,7 +215,9 @@ def choose_vocabulary(
     return found
 
 
-def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store | None:
+def make_store(
+    job: HeadJob, target: Any, data: PackedData, show: bool
+) -> Store | LayerStores | None:
     """Return the store for the target's states that states.cache selects; None: no store.
 
     target: the target's Hugging Face configuration. show: print the size of files. Raises UserError
@@ -230,8 +233,11 @@ def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store
     def count(mask_T: np.ndarray) -> int:
         return count_kept(mask_T, layout.heads, layout.uses_teacher, layout.context)
 
-    target_hash = hash_input(job.target_folder)
-    return states_on_disk(Path(settings.folder), target_hash, data, layout, count, show)
+    root, target_hash = Path(settings.folder), hash_input(job.target_folder)
+    if settings.layers:
+        sizes = job.shape.hidden_size, layout.dtype
+        return layers_on_disk(root, target_hash, data, layout.taps, *sizes, show)
+    return states_on_disk(root, target_hash, data, layout, count, show)
 
 
 def fill_store(objective: HeadObjective, data: PackedData, parallel: Parallel) -> None:
@@ -243,8 +249,9 @@ def fill_store(objective: HeadObjective, data: PackedData, parallel: Parallel) -
             bar.update(number)
     parallel.wait()
     if parallel.is_main:
-        seconds = time.perf_counter() - began
-        print(f"states: the target read {data.tokens:,} tokens in {seconds:.1f} s, before training")
+        seconds, rows_read = time.perf_counter() - began, objective.states.rows_read
+        read = f"the target read {data.tokens:,} tokens in {seconds:.1f} s, before training"
+        print(f"states: {read if rows_read else 'all were stored before; the target read none'}")
 
 
 def make_evaluation(
