@@ -74,6 +74,7 @@ def load(
     max_length: int | None = None,
     parallel: str = "none",
     processes: int = 0,
+    execution: str = AUTO,
 ) -> Engine:
     """Load a target with a drafter, and the target's tokenizer.
 
@@ -101,10 +102,10 @@ def load(
     tokenizer = load_tokenizer(target)
     place: dict[str, Any] = {"backend": backend, "dtype": dtype, "device": device}
     split: dict[str, Any] = {"parallel": parallel, "processes": processes}
-    model = load_target(target, max_length=max_length, **place, **split)
+    model = load_target(target, max_length=max_length, execution=execution, **place, **split)
     if choice is not None:
-        execution = getattr(model, "execution", AUTO)
-        drafter = make_drafter(choice, target, **place, execution=execution)
+        chosen = getattr(model, "execution", AUTO)
+        drafter = make_drafter(choice, target, **place, execution=chosen)
     return Engine(model, cast(Drafter | None, drafter), tokenizer, stop_tokens(target, tokenizer))
 
 

@@ -158,6 +158,14 @@ def test_a_drafter_has_its_targets_dtype_and_backend_unless_specified(home: Path
     assert load(home / "target", model, backend="hf").drafter.model.backend == "hf"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("execution", ["eager", "fused"])
+def test_target_and_drafter_run_in_the_chosen_execution(execution: str, home: Path) -> None:
+    engine: Any = load(home / "target", home / "model", execution=execution)
+    assert (engine.target.execution, engine.drafter.model.execution) == (execution, execution)
+    with pytest.raises(UserError, match="execution 'swift' is unknown, expected one of auto"):
+        load(home / "target", execution="swift")
+
+
 @pytest.mark.parametrize("name", ["eagle3", "block"])
 def test_a_head_drafts_in_bfloat16_where_the_machine_multiplies_it(
     name: str, home: Path, plain: list[int], monkeypatch: pytest.MonkeyPatch
