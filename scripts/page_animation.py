@@ -5,7 +5,7 @@
 A prompt is decoded by the target alone and with the drafter, side by side, on this machine; the
 animation runs at the speed of the decoding. It needs Playwright and Gradio (pip install
 -e '.[web,browser]') and a Chromium, such as Debian's package. Pictures cost processor
-time, so the speeds on the page are somewhat lower than without them.
+time: on two cores, a third of the speed that the page shows without them.
 """
 
 import importlib.util
