@@ -273,18 +273,21 @@ def _plain(message: Any) -> Any:
         return message
     content = message["content"]
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        kinds = {part.get("type") for part in content if isinstance(part, dict)}
-        if kinds != {"text"} or len(texts) < len(content):
+        if not content or not all(map(_is_text_part, content)):
             raise RequestError(
-                f"a message has the content {quote_json(content)}, expected a string or parts of "
-                f"the type text; this server reads text alone.",
+                f"a message has the content {quote_json(content)}, expected a string or parts such "
+                f'as {{"type": "text", "text": "..."}}; this server reads text alone.',
                 code="unsupported_parameter",
                 param="messages",
             )
-        content = "".join(map(str, texts))
+        content = "".join(part["text"] for part in content)
     role = "system" if message.get("role") == "developer" else message.get("role")
     return {**message, "role": role, "content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text_kind = isinstance(part, dict) and part.get("type") == "text"
+    return is_text_kind and isinstance(part.get("text"), str)
 
 
 def _texts(body: Mapping[str, Any], limits: Limits) -> Sequence[Any]:

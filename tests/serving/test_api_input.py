@@ -116,6 +116,20 @@ MESSAGES: list[tuple[Any, str]] = [
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         'content [{"type": "image_url", ',
     ),
+    *(
+        ([{"role": "user", "content": parts}], f"the content {json.dumps(parts)[:60]}")
+        for parts in (
+            [],
+            ["Name it."],
+            [{"type": "text"}],
+            [{"type": "text", "text": None}],
+            [{"type": "text", "text": 5}],
+            [{"type": "text", "text": ["a"]}],
+            [{"type": "text", "text": "a"}, {"type": "text"}],
+            [{"type": {}, "text": "x"}],
+            [{"type": ["text"], "text": "x"}],
+        )
+    ),
     ([{"role": None, "content": "x"}], "role of message 1 of the chat is null"),
     (["hello"], "expected a mapping"),
 ]
