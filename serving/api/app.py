@@ -28,6 +28,7 @@ from serving.api.requests import CHAT, TEXT, Asked, Limits, read_request
 from serving.api.scheduler import Delivery, Job, Scheduler
 
 GONE = object()  # in a client's inbox: it has closed its connection
+COMPLETE = ("stop", "length")  # outcomes of answers that their clients have read to the end
 LEFT_STATUS = 499  # of an answer that nobody reads
 
 
@@ -130,6 +131,9 @@ class Api:
         except ClientDisconnect:
             self.metrics.requests.labels("cancelled").inc()
             return Response(status_code=LEFT_STATUS)
+        except Exception:  # a fault of ours, which `_answer_fault` answers
+            self.metrics.requests.labels("failed").inc()
+            raise
         if asked.stream:
             return EventStream(client)
         return await client.answer_whole(request.receive)
@@ -188,7 +192,8 @@ class Client:
         """Count the request, and drop its rows if they still run."""
         self.api.scheduler.cancel(self.job)
         self.api.metrics.requests.labels(outcome).inc()
-        self.api.metrics.answered.observe(perf_counter() - self.job.began)
+        if outcome in COMPLETE:
+            self.api.metrics.answered.observe(perf_counter() - self.job.began)
 
     async def answer_whole(self, receive: Receive) -> Response:
         """Return the complete answer."""

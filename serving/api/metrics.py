@@ -44,7 +44,9 @@ class Metrics:
             "time_per_output_token_seconds",
             "Seconds for each token of a row after those of its first round.",
         )
-        self.answered = self._histogram("request_seconds", "Seconds to the end of an answer.")
+        self.answered = self._histogram(
+            "request_seconds", "Seconds to the end of an answer that ended by stop or length."
+        )
 
     def _counter(self, name: str, about: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", about, registry=self.registry)

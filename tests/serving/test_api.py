@@ -309,10 +309,18 @@ def test_the_models_fail_loudly_and_the_server_lives(monkeypatch: pytest.MonkeyP
             assert "decoding failed" in answer.json()["error"]["message"]
             assert "decoding failed" in served.post({**body, "stream": True}).text
         assert outcomes(served) == {"failed": 2}
+        with monkeypatch.context() as broken:
+            broken.setattr(type(served.engine.tokenizer), "__call__", _fail)
+            answer = served.post({**body, "prompt": "def"})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == "the server failed: MemoryError."
+        assert outcomes(served) == {"failed": 3}
+        assert served.metric("request_seconds_count") == 0, "of complete answers alone"
         assert served.post(body).status_code == 200
         served.wait_until_empty()
         assert served.post({**body, "logprobs": 5}).status_code == 400
-        assert outcomes(served) == {"failed": 2, "length": 1, "refused": 1}
+        assert outcomes(served) == {"failed": 3, "length": 1, "refused": 1}
+        assert served.metric("request_seconds_count") == 1
 
 
 def _fail(*_: object, **__: object) -> None:
