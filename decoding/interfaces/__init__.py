@@ -37,6 +37,7 @@ from decoding.interfaces.target import (
     Tokens,
     VerifyCall,
     precision,
+    rounds_coarsely,
 )
 
 __all__ = [
@@ -69,4 +70,5 @@ __all__ = [
     "Warper",
     "ancestors",
     "precision",
+    "rounds_coarsely",
 ]

@@ -41,6 +41,15 @@ VerifyCall = Callable[[Tensor, Proposal | None, Chooser], tuple[Outcome, tuple[f
 EXACT = ("float64", "float32")
 
 
+def rounds_coarsely(dtype: str, backend: str) -> bool:
+    """Return whether drafted text may differ from plain text at more than near ties.
+
+    It may where a coarse dtype's roundings depend on the width of a forward. In the fused step they
+    do not: there even bfloat16 gives the same tokens. backend: as in `Target`.
+    """
+    return dtype not in EXACT and not backend.endswith(" fused")
+
+
 def precision(target: "Target") -> str:
     """Return the name of the coarsest numbers that a target computes with.
 

@@ -2,7 +2,14 @@
 
 from decoding.drafters.remote import RemoteChain, RemoteParallelChain
 from decoding.errors import UserError
-from decoding.interfaces import EXACT, Capabilities, Drafter, RoundCosts, Target, precision
+from decoding.interfaces import (
+    Capabilities,
+    Drafter,
+    RoundCosts,
+    Target,
+    precision,
+    rounds_coarsely,
+)
 from decoding.rounds.batch import Batch
 from decoding.sampling.rule_names import is_lossy
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
@@ -44,8 +51,7 @@ def text_varies_by_length(target: Target) -> bool:
     Forwards of different widths round a token's logits differently, except in the fused step. They
     do so on a GPU too, where lengths still follow the costs (docs/exactness.md).
     """
-    coarse = precision(target) not in EXACT
-    return coarse and target.device.type == "cpu" and not target.backend.endswith(" fused")
+    return target.device.type == "cpu" and rounds_coarsely(precision(target), target.backend)
 
 
 def token_by_token(capabilities: Capabilities) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from decoding.interfaces import EXACT
+from decoding.interfaces import EXACT, rounds_coarsely
 from decoding.rounds.ties import TIE_GAP
 from decoding.sampling.rule_names import is_lossy
 
@@ -57,7 +57,8 @@ def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str)
 
     records: at least one. verify: the rule at temperatures above 0. dtype: the target's precision.
     backend: as in `Target`, or an engine's name and version. Our fused step gives a token the same
-    bits in any forward, so equal outputs in half precision are no coincidence there.
+    bits in any forward, so in bfloat16 equal outputs are no coincidence there, and any difference
+    is a fault.
     """
     if is_lossy(verify) and records[0].temperature > 0:
         return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
@@ -72,14 +73,14 @@ def judge(records: Sequence[Compared], *, verify: str, dtype: str, backend: str)
     some = f"{len(different)} of {len(records)} generations differ"
     if gaps:
         some += f"; gap between the two best tokens there: {min(gaps):.1e} to {max(gaps):.1e}"
-    if dtype not in EXACT and (different or not backend.endswith(" fused")):
+    if rounds_coarsely(dtype, backend):
         found = some if different else f"no difference in {len(records)} generations"
         return Equality(HALF, f"{found}; {dtype} rounds too coarsely to promise equality")
     if not different:
         return Equality(
             EQUAL, f"all {len(records)} generations equal the target's own, token by token"
         )
-    only_ties = len(gaps) == len(different) and max(gaps) < TIE_GAP
+    only_ties = dtype in EXACT and len(gaps) == len(different) and max(gaps) < TIE_GAP
     if only_ties and len(different) <= max(1, tokens // TOKENS_PER_TIE):
         return Equality(TIES, f"{some}, which is rounding: below {TIE_GAP:g} in {tokens} tokens")
     worst = different[0]

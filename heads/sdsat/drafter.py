@@ -28,6 +28,7 @@ from decoding.drafters.parallel import choose_at_each_depth
 from decoding.drafters.target_view import TargetViewDrafter
 from decoding.errors import UserError
 from decoding.interfaces import (
+    EXACT,
     Capabilities,
     Chooser,
     Observation,
@@ -90,8 +91,8 @@ class SdsatDrafter(TargetViewDrafter):
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Set the target.
 
-        Raises UserError for a backend other than native, and for a target of other sizes than the
-        one of the slots, with all differences.
+        Raises UserError for a backend other than native, for a target of other sizes than the one
+        of the slots, with all differences, and where text would depend on the drafts.
         """
         super().prepare(target, costs)
         assert isinstance(target, NativeTarget)
@@ -104,6 +105,14 @@ class SdsatDrafter(TargetViewDrafter):
             raise UserError(
                 f"drafter '{self.name}' was trained for another target than '{target.name}': "
                 f"{'; '.join(found)}. Use slots that were trained for this target."
+            )
+        eager = self.one_forward and self.config.rank  # a change that the fused step lacks
+        if eager and target.execution == "fused" and target.dtype not in EXACT:
+            raise UserError(
+                f"drafter '{self.name}' has one_forward=true and a low-rank change, with which a "
+                f"target that runs fused verifies layer by layer; in {target.dtype} its text would "
+                f"differ from the text without a drafter. Use one_forward=false, or a target in "
+                f"float32."
             )
 
     def view_of(self, target: NativeTarget) -> NativeTarget:

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from decoding.interfaces import EXACT
+from decoding.interfaces import EXACT, rounds_coarsely
 from decoding.rounds.ties import TIE_GAP
 from serving.web.race import PaneState, RaceState
 
@@ -55,22 +55,22 @@ def verdict_of(state: RaceState) -> str:
     if not state.compared:
         return f"{stopped}Two samples of one distribution: the texts may differ."
     if state.differs_at is not None:
-        return stopped + _difference(state.differs_at, state.gap, state.dtype)
+        return stopped + _difference(state, state.differs_at)
     if status == FINISHED:
         return f"Both texts are equal: the same {both} tokens."
     return f"{stopped}Equal so far: {both} tokens." if both else stopped or "Reading the prompt."
 
 
-def _difference(at: int, gap: float | None, dtype: str) -> str:
+def _difference(state: RaceState, at: int) -> str:
     """Return a sentence on two texts that differ; only a measured gap excuses them."""
-    differ = f"The texts differ from token {at + 1} on"
+    differ, gap = f"The texts differ from token {at + 1} on", state.gap
     if gap is None:
         return f"{differ}."
-    if gap < TIE_GAP and dtype in EXACT:
+    if gap < TIE_GAP and state.dtype in EXACT:
         return f"{differ}, where the target's two best tokens nearly tie: {gap:.1e} apart."
     apart = f"where the target's two best tokens are {gap:.1e} apart"
-    if dtype not in EXACT:
-        return f"{differ}, {apart}. With {dtype}'s rounding, equality is not guaranteed."
+    if rounds_coarsely(state.dtype, state.backend):
+        return f"{differ}, {apart}. With {state.dtype}'s rounding, equality is not guaranteed."
     return f"{differ}, {apart}. This is a fault in decoding: please report it."
 
 

@@ -81,6 +81,7 @@ class RaceState:
     # between the scores of the target's two best tokens there; None until the run has ended
     gap: float | None = None
     dtype: str = "float32"  # of the target
+    backend: str = "native"  # as in `Target`
     # whether the drafted pane's clock is virtual (decoding/schedules/pearl.py)
     virtual: bool = False
     stopped: bool = False
@@ -241,6 +242,7 @@ class Race:
             self.differs_at,
             self.gap,
             precision(self.plain.target),
+            self.plain.target.backend,
             self.virtual,
             self.stopped,
         )

@@ -282,7 +282,11 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
     assert judged(greedy, dtype="bfloat16") == "half precision"
     fused = {"dtype": "bfloat16", "backend": "native fused"}
     assert judged(greedy, **fused) == "equal"
-    assert judged(far, **fused) == "half precision"
+    assert judged(far, **fused) == "differs"
+    near = [*greedy, differing(greedy[0], 9, 0.0)]
+    assert judged(near) == "ties"
+    assert judged(near, **fused) == "differs", "equal bits have no ties"
+    assert judged(far, dtype="bfloat16", backend="native graph") == "half precision"
     # more differences than ties can explain
     assert judged([*greedy, *(differing(record, 9, 5e-5) for record in greedy[:10])]) == "differs"
 

@@ -180,6 +180,20 @@ def test_a_round_is_one_forward_in_every_execution(
     assert forwards - rounds > rounds, "control: without it, drafts take forwards as well"
 
 
+def test_in_bfloat16_a_fused_target_keeps_its_bits_or_refuses() -> None:
+    """Check that its text is the plain one; verified layer by layer it would not be."""
+    model, prompts = hf_model("llama", layers=LAYERS), random_prompts(4)
+    target = native_of(model, dtype=torch.bfloat16, execution="fused")
+    settings = Settings(24, num_draft_tokens=3)
+    plain = [one.tokens for one in decode(target, None, prompts, settings)]
+    for rank, one_forward in ((0, True), (3, False)):
+        drafter = SdsatDrafter(head=head_for(model, rank=rank), one_forward=one_forward)
+        assert [one.tokens for one in decode(target, drafter, prompts, settings)] == plain
+    drafter = SdsatDrafter(head=head_for(model, rank=3), one_forward=True)
+    with pytest.raises(UserError, match="verifies layer by layer; in bfloat16 .*one_forward=false"):
+        decode(target, drafter, prompts, settings)
+
+
 def test_a_draft_from_riders_is_at_most_as_long_as_the_slots() -> None:
     model = hf_model("llama", layers=LAYERS)
     drafter = SdsatDrafter(head=head_for(model), one_forward=True, slots=2)

@@ -102,6 +102,9 @@ def test_control_different_texts_are_reported(demo: Demo):
     assert "tie" not in verdict_of(last) and "This is a fault in decoding" in verdict_of(last)
     half = verdict_of(replace(last, dtype="bfloat16"))
     assert "tie" not in half and "With bfloat16's rounding" in half
+    for gap in (0.0, last.gap):
+        fused = replace(last, dtype="bfloat16", backend="native fused", gap=gap)
+        assert "This is a fault in decoding" in verdict_of(fused)
     tied = verdict_of(replace(last, gap=TIE_GAP / 2))
     assert "nearly tie: 5.0e-05 apart" in tied and "fault" not in tied
     assert verdict_of(replace(last, stopped=True)).startswith("Stopped. The texts differ")
