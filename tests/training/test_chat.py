@@ -277,6 +277,30 @@ def test_chats_that_cannot_be_rendered_are_refused(embedded_target: Path) -> Non
         render_chat(tokenizer, CHAT)
 
 
+@pytest.mark.parametrize("wrong", [1, 2, 700, 999, 1000])
+def test_the_turn_that_a_template_rejects_is_found_in_few_renderings(
+    wrong: int, embedded_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = """{% for message in messages %}{% if message['content'] == 'no' %}
+        {{ raise_exception('it refuses') }}{% endif %}{% endfor %}"""
+    tokenizer, renderings = load(embedded_target, chat_template=template), 0
+    apply = type(tokenizer).apply_chat_template
+
+    def counted(*given: object, **named: object) -> object:
+        nonlocal renderings
+        renderings += 1
+        return apply(*given, **named)
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", counted)
+    roles = ("user", "assistant") * 500
+    chat = [{"role": role, "content": "yes"} for role in roles]
+    chat[wrong - 1]["content"] = "no"
+    words = rf"rejects turn {wrong} \({roles[wrong - 1]}\): it refuses"
+    with pytest.raises(UserError, match=words):
+        render_prompt(tokenizer, chat)
+    assert renderings < 12, "the whole chat, and one rendering for each halving"
+
+
 def test_families_are_recognized_by_their_markers() -> None:
     assert {find_family(template) for template in TEMPLATES.values()} == set(TEMPLATES)
     assert find_family("{{ messages }}") is None
