@@ -3,6 +3,10 @@
 import itertools
 import threading
 
+# A client that begins a run and never asks for it leaves its entry; beyond this number of sessions
+# the run that was begun the longest ago is stopped and forgotten.
+MOST_SESSIONS = 10_000
+
 
 class Visits:
     """The current run of every visitor's session: its number, and the event that ends it."""
@@ -15,7 +19,9 @@ class Visits:
     def begin(self, session: str) -> int:
         """Register a new run and return its number; an earlier run of the session is stopped."""
         with self._lock:
-            self._stop(session)
+            self._drop(session)
+            if len(self._runs) == MOST_SESSIONS:
+                self._drop(next(iter(self._runs)))
             number = next(self._numbers)
             self._runs[session] = number, threading.Event()
             return number
@@ -40,8 +46,7 @@ class Visits:
     def leave(self, session: str) -> None:
         """Stop the run of a session whose visitor has left, and forget it."""
         with self._lock:
-            self._stop(session)
-            self._runs.pop(session, None)
+            self._drop(session)
 
     def end(self, session: str, number: object) -> None:
         """Forget a run that has ended, unless its session has begun another."""
@@ -52,6 +57,10 @@ class Visits:
     def _stop(self, session: str) -> None:
         if session in self._runs:
             self._runs[session][1].set()
+
+    def _drop(self, session: str) -> None:
+        self._stop(session)
+        self._runs.pop(session, None)
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -343,6 +343,18 @@ def test_a_run_that_waited_is_over_once_another_is_begun():
     assert visits.stop_of("me", second).is_set(), "its visitor has left"
 
 
+def test_runs_that_are_begun_and_never_asked_for_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serving.web.visits.MOST_SESSIONS", 3)
+    visits = Visits()
+    numbers = {name: visits.begin(name) for name in ("a", "b", "c")}
+    numbers["a"] = visits.begin("a")  # again, which takes no other session's place
+    stops = {name: visits.stop_of(name, numbers[name]) for name in numbers}
+    assert len(visits) == 3 and not any(stop.is_set() for stop in stops.values())
+    visits.begin("d")
+    assert len(visits) == 3 and [name for name in stops if stops[name].is_set()] == ["b"]
+    assert visits.stop_of("b", numbers["b"]).is_set()
+
+
 # Bad input ----------------------------------------------------------------------------------
 
 
