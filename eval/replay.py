@@ -31,7 +31,14 @@ from eval.logged.published import write_totals
 from eval.logged.reading import read_log
 from eval.logged.records import RECORDS
 from eval.logged.replay import Replay, refuse_drafter, refuse_entry, refuse_mapping, replay
-from eval.logged.rows import ReplayedOutput, ReplayRow, outputs_of, replay_table, rows_of
+from eval.logged.rows import (
+    ReplayedOutput,
+    ReplayRow,
+    context_notes,
+    outputs_of,
+    replay_table,
+    rows_of,
+)
 from eval.logged.texts import LoggedTexts, Reader
 from eval.logged.traces import emitted_tokens
 from eval.measure.setup import EMBEDDED
@@ -72,7 +79,7 @@ def run(cfg: ReplayConfig) -> Path:
     else:
         rows, warnings = _replay(cfg, folder)
     notes = [*warnings, *claims(rows[0])]
-    print_tables([replay_table(rows)], [], notes, text.REPLAY_LEGEND, None)
+    print_tables([replay_table(rows)], context_notes(rows), notes, text.REPLAY_LEGEND, None)
     print(f"\nrows: {rows_file}\nrounds of every output: {outputs_file}")
     return folder.path
 

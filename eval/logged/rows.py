@@ -13,6 +13,7 @@ from typing import Any
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter
 from decoding.rounds.stats import LOOPING_BELOW, Generation, distinct_n
+from eval.logged.contexts import context_of, positions_past_context
 from eval.logged.replay import FIXED, Replay
 from eval.logged.texts import LoggedText
 from eval.report.tables import Table, make_table
@@ -61,6 +62,10 @@ class ReplayRow:
     threads: int
     hardware: str
     seed: int
+    # of the drafter's model, in its own tokens; None: no model, or a row of an older version
+    drafter_context: int | None = None
+    # tokens of the outputs that lie past it, where the model drafts nothing
+    past_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ def rows_of(
     """Return a row for each draft length. shared: fields that all rows of the run share."""
     varied = [distinct_n(text.tokens) for text in texts]
     kept = [index for index, share in enumerate(varied) if share >= LOOPING_BELOW]
+    context, past = context_of(drafter), positions_past_context(drafter, texts)
     rows = []
     for gamma, generations in replay.generations.items():
         by_prompt: dict[str, list[Generation]] = defaultdict(list)
@@ -136,6 +142,8 @@ def rows_of(
                 ),
                 passes=replay.passes,
                 positions_per_second=replay.positions_per_second,
+                drafter_context=context,
+                past_context=past,
                 **shared,
             )
         )
@@ -197,6 +205,8 @@ def replay_table(rows: Sequence[ReplayRow]) -> Table:
                 "drafter": f"{row.drafter} ({size if row.drafter_parameters else 'no model'})",
                 "gamma": f"{'<= ' * (row.stopping != FIXED)}{row.num_draft_tokens}",
                 "tau [95 %]": number(row.tau) + interval,
+                "drafted": number(row.drafted),
+                "drafts in": f"{_share_drafted(row):.0%}",
                 "accepted": number(sum(row.accepted_by_depth) / row.rounds),
                 "alpha": number(row.alpha),
                 "by depth": rates(row.alpha_by_depth[:4]),
@@ -207,3 +217,18 @@ def replay_table(rows: Sequence[ReplayRow]) -> Table:
         )
     spare = ("by depth", "positions/s", "not looping", "accepted")
     return make_table(title, cells, (), spare)
+
+
+def context_notes(rows: Sequence[ReplayRow]) -> list[str]:
+    """Return a sentence for each drafter whose context is shorter than the log's texts."""
+    past = {row.drafter: row for row in rows if row.past_context}
+    return [
+        f"{row.past_context:,} of {row.tokens:,} positions lie past the context of {name} "
+        f"({row.drafter_context:,} tokens), where its model drafts nothing. Its tau includes them."
+        for name, row in past.items()
+    ]
+
+
+def _share_drafted(row: ReplayRow) -> float:
+    """Return the share of rounds with a draft: in each of them its first token is tested."""
+    return row.tested_by_depth[0] / row.rounds if row.tested_by_depth else 0.0

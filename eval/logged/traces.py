@@ -14,7 +14,7 @@ from pathlib import Path
 
 from decoding.errors import UserError
 
-_ROUND = re.compile(r"1*[0.]|1+$")
+ROUND = re.compile(r"1*[0.]|1+$")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PromptRounds:
 
 def emitted_tokens(trace: str) -> list[int]:
     """Return the number of emitted tokens of each round of a serial schedule."""
-    return [len(found) for found in _ROUND.findall(trace)]
+    return [len(found) for found in ROUND.findall(trace)]
 
 
 def rounds_of_trace(trace: str) -> PromptRounds:

@@ -26,7 +26,8 @@ LEGEND: dict[str, str] = _LEGENDS["evaluation"]
 ENGINES_LEGEND: dict[str, str] = _LEGENDS["engines"]
 COMPARISON_LEGEND: dict[str, str] = LEGEND | _LEGENDS["comparison"]
 REPLAY_LEGEND: dict[str, str] = _LEGENDS["replay"] | {
-    word: COMPARISON_LEGEND[word] for word in ("gamma", "alpha", "by depth", "distinct-4", "c", "V")
+    word: COMPARISON_LEGEND[word]
+    for word in ("gamma", "drafted", "alpha", "by depth", "distinct-4", "c", "V")
 }
 PLAN_LEGEND: dict[str, str] = _LEGENDS["plan"]
 ENGINES_COMPARED_LEGEND: dict[str, str] = _LEGENDS["engines_compared"]

@@ -9,6 +9,7 @@ import pytest
 from decoding.errors import UserError
 from eval.analyze import Analyzed, lines, read
 from eval.config import BenchmarkConfig, ReplayConfig
+from eval.logged.rows import replay_table
 from eval.replay import ROWS, check, read_rows, run
 from eval.report.plots import Plot
 from eval.run import run as evaluate
@@ -87,6 +88,45 @@ def test_a_replay_equals_the_evaluation_that_wrote_the_log(evaluated: Path) -> N
     )
     assert replayed["prompt_lookup"].break_even_cost_ratio is None
     assert replayed["first"].break_even_cost_ratio is None
+
+
+def test_positions_past_a_drafters_context_are_printed(
+    evaluated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = str(tiny.save(evaluated / "short", layers=1, context=40))
+    drafters = [
+        {"use": str(evaluated / "shallow"), "name": "long"},
+        {"use": short, "name": "brief"},
+        {"use": short, "name": "brief first", "lookup": 2},
+    ]
+    asked = config(evaluated, "past", drafters=drafters, num_draft_tokens=[2, 3])
+    rows = {row.drafter: row for row in read_rows(run(asked) / ROWS)}
+    row = rows["brief"]
+    assert row.drafter_context == 40 and 0 < row.past_context < row.tokens
+    assert rows["brief first"].past_context == row.past_context
+    assert (rows["long"].drafter_context, rows["long"].past_context) == (256, 0)
+    assert rows["prompt_lookup"].past_context is rows["prompt_lookup"].drafter_context is None
+    for again in (False, True):  # a finished run prints them too
+        if again:
+            run(asked)
+        printed = " ".join(capsys.readouterr().out.split())
+        for name in ("brief", "brief first"):
+            words = f"{row.past_context} of {row.tokens} positions lie past the context of {name} "
+            words += "(40 tokens), where its model drafts nothing. Its tau includes them."
+            assert printed.count(words) == 1
+        assert printed.count("lie past the context") == 2, "control: not for the other drafters"
+
+
+def test_the_table_shows_in_how_many_rounds_a_drafter_drafts(evaluated: Path) -> None:
+    """Check the share against the drafted tokens of one a round."""
+    folder = run(config(evaluated, "share", num_draft_tokens=[1]))
+    rows = read_rows(folder / ROWS)
+    table = replay_table(rows)
+    for row, share, drafted in zip(
+        rows, table.column("drafts in"), table.column("drafted"), strict=True
+    ):
+        assert (share, drafted) == (f"{row.drafted:.0%}", f"{row.drafted:.2f}")
+    assert rows[1].drafter == "prompt_lookup" and rows[1].drafted < rows[0].drafted < 1
 
 
 def test_control_another_text_gives_other_rounds(evaluated: Path) -> None:

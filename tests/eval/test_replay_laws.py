@@ -17,14 +17,17 @@ from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
+from eval.logged.contexts import positions_past_context
 from eval.logged.decoding import decode_logged
 from eval.logged.one_pass import correct_tokens, drafts_of, follow, follows_in_one_pass
 from eval.logged.replay import NEEDS, replay
 from eval.logged.texts import LoggedText
+from eval.logged.traces import ROUND
 from jobs.drafter_use import DrafterUse
 from tests.decoding.row_kinds import models as rows_of_models
 from tests.decoding.rows import BY_NAME, Kit
 from tests.decoding.test_laws import models
+from tests.support.other_vocabularies import renamed_drafter
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import native_of, random_prompts
 from training.held_out.rounds import match_survival, walk
@@ -214,6 +217,24 @@ def test_texts_past_the_drafters_context_are_drafted_up_to_there() -> None:
     real = counts(speculative(ChainDrafter(model=short), 3))
     assert counts(in_one_pass(ChainDrafter(model=short), 3)) == real
     assert real != counts(speculative(ChainDrafter(model=model), 3))
+
+
+@pytest.mark.parametrize("name", ["chain", "other_vocabulary"])
+def test_positions_past_the_context_are_those_without_a_draft(name: str) -> None:
+    """Check each round of one drafted token, and that drafts end where the count begins."""
+    short = native_of_context(24)
+    drafter = ChainDrafter(model=short) if name == "chain" else renamed_drafter(short, "tokens")
+    starts = set()
+    for text, one in zip(log(), in_the_loop(drafter, 1), strict=True):
+        last = len(text.tokens) - 1  # nothing is drafted for it
+        first_past = len(text.tokens) - positions_past_context(drafter, [text])
+        for found in ROUND.finditer(one.trace):
+            if found.start() < last:
+                assert found[0].startswith(".") == (found.start() >= first_past)
+                starts.add(found.start() - first_past)
+    assert {-1, 0} <= starts
+    assert positions_past_context(chain(), log()) == 0, "control"
+    assert positions_past_context(made("prompt_lookup"), log()) is None
 
 
 def native_of_context(context: int) -> object:
