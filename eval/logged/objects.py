@@ -31,6 +31,7 @@ OUTPUT_TEXTS = ("output", "answer", "completion", "response", "generated_text")
 PROMPT_IDS = "prompt_token_ids"
 ID_KEYS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+FAILED = "failed request"
 EXPECTED = (
     "an object with turns, choices, outputs, response, or an output (token_ids, output or answer)"
 )
@@ -63,7 +64,7 @@ def entries_in(
     """
     if _has_response(record):
         return _response(record, place, requests)
-    if "choices" in record:
+    if "choices" in record and not has_failed(record):
         choices = _dicts(record["choices"], place, "choices", "a list of choices")
         if "turns" in choices[0]:  # FastChat's form of model answers
             answers = [
@@ -98,6 +99,12 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Return whether an object is the error of a failed request, in OpenAI's or vLLM's form."""
+    is_error = bool(record.get("error")) or record.get("object") == "error"
+    return is_error and not record.get("choices")
+
+
 def _has_response(record: Mapping[str, Any]) -> bool:
     """Return whether a record holds a response of the API, and not its text alone."""
     return "response" in record and not isinstance(record["response"], str)
@@ -129,6 +136,8 @@ def _output(record: Mapping[str, Any], place: str) -> tuple[list[int] | str, str
 
 def _pair(record: Mapping[str, Any], place: str) -> Entry:
     found = _output(record, place)
+    if found is None and has_failed(record):
+        raise NoOutputError(FAILED)
     if found is None:
         raise wrong(place, f"the keys {', '.join(record) or '(none)'}"[:100], EXPECTED)
     prompt: Any = None
@@ -175,12 +184,14 @@ def _response(
     if _has_response(record):
         response = record["response"]
         if response is None or record.get("error"):
-            raise NoOutputError("failed request")
+            raise NoOutputError(FAILED)
         body = response.get("body", response) if isinstance(response, dict) else response
         if isinstance(response, dict) and response.get("status_code", 200) != 200:
             raise NoOutputError(f"status {response['status_code']}")
     if not isinstance(body, dict):
         raise wrong(place, f"{json_kind(body)} as response", "the body of a response")
+    if has_failed(body):
+        raise NoOutputError(FAILED)
     if custom := record.get("custom_id"):
         name = str(custom)
         if requests and name not in requests:

@@ -13,6 +13,7 @@ from eval.logged.objects import (
     OUTPUT_TEXTS,
     NoOutputError,
     entries_in,
+    has_failed,
     read_objects,
     read_requests,
 )
@@ -77,9 +78,9 @@ def _is_chat(record: dict[str, Any]) -> bool:
     """Return whether a record is a chat, and not a pair of messages and an output."""
     apart = (*OUTPUT_IDS, *OUTPUT_TEXTS, "choices")
     is_alpaca = "instruction" in record
-    return any(key in record for key in CHAT_KEYS) and (
-        is_alpaca or not any(key in record for key in apart)
-    )
+    if has_failed(record) or not any(key in record for key in CHAT_KEYS):
+        return False
+    return is_alpaca or not any(key in record for key in apart)
 
 
 def _chats(path: Path) -> list[Entry]:

@@ -349,6 +349,34 @@ def test_later_turns_follow_the_answers_of_their_own_sample(tmp_path: Path) -> N
     ]
 
 
+API_ERROR = {"error": {"message": "no room", "type": "BadRequestError", "code": 400}}
+VLLM_ERROR = {"object": "error", "message": "no room", "type": "BadRequestError", "code": 400}
+# responses of failed requests, as batches, proxies and servers log them
+FAILURES: dict[str, Any] = {
+    "no response": {"custom_id": "a", "response": None, "error": {"code": "x"}},
+    "error beside its request": {"request": REQUEST, "response": API_ERROR},
+    "vLLM's beside its request": {"request": REQUEST, "response": VLLM_ERROR},
+    "error without response": {"request": REQUEST, **API_ERROR},
+    "error alone": API_ERROR,
+    "vLLM's alone": VLLM_ERROR,
+    "messages beside": {**REQUEST, **API_ERROR},
+    "prompt beside": {"prompt": "Hi?", **API_ERROR},
+    "no choices": {"request": REQUEST, "response": {**API_ERROR, "choices": []}},
+}
+
+
+@pytest.mark.parametrize("form", FAILURES)
+def test_failed_requests_are_left_out_and_counted(form: str, tmp_path: Path) -> None:
+    """Check a log whose first line failed; an error beside choices is none of a request."""
+    good = {"request": REQUEST, "response": chat_body(error=None)}
+    found = texts_of(written(tmp_path / "log.jsonl", FAILURES[form], good, FAILURES[form]))
+    assert [one.tokens for one in found.texts] == [HELLO]
+    assert found.notes[0].startswith("2 left out: failed request (")
+    good["response"] = chat_body(**API_ERROR)
+    found = texts_of(written(tmp_path / "log.jsonl", good))
+    assert [one.tokens for one in found.texts] == [HELLO] and not found.notes, "control"
+
+
 def test_choices_without_an_output_are_counted(tmp_path: Path) -> None:
     call = {"message": {"content": None, "tool_calls": [{"id": "x"}]}}
     record = {**REQUEST, "choices": [call, *chat_body()["choices"], call]}
