@@ -144,8 +144,9 @@ def lines(one: Analyzed) -> list[str]:
         f"{one.name}{known}",
         f"Average tokens matched per prompt: {', '.join(means)}{more}",
         f"Average tokens matched per dataset: {tau:.4f}",
-        f"  of these, accepted drafts: {accepted / rounds:.4f} a round; the rest is the target's "
-        f"own token, the bonus, which every round emits ({rounds:,} rounds, {tokens:,} tokens)",
+        f"  of these, accepted drafts: {accepted / rounds:.4f} a round; the target's own token, "
+        f"the bonus: {(tokens - accepted) / rounds:.4f}. Only the last round of an output may lack "
+        f"it ({rounds:,} rounds, {tokens:,} tokens)",
         f"  share of the text that was drafted: {accepted / tokens:.1%}",
     ]
     found += _acceptance(one)

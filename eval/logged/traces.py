@@ -1,7 +1,8 @@
 """Rounds in traces and in output files of the published demo, and its averages.
 
 A trace has a character for each emitted token (decoding.rounds.stats.Generation.trace). A round
-emits the accepted drafts and one token of the target, the bonus, which ends it.
+emits the accepted drafts and one token of the target, the bonus, which ends it. The last round of
+an output may end with a draft.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from decoding.errors import UserError
 from eval.analyze import Analyzed, lines, read
 from eval.config import BenchmarkConfig, ReplayConfig
 from eval.logged.rows import replay_table
+from eval.logged.traces import rounds_of_trace
 from eval.replay import ROWS, check, read_rows, run
 from eval.report.plots import Plot
 from eval.run import run as evaluate
@@ -435,10 +436,19 @@ def test_folders_without_rounds_are_refused(evaluated: Path, tmp_path: Path) -> 
         read(asked)
 
 
+def test_the_last_round_of_an_output_may_lack_the_bonus() -> None:
+    """Check by hand: rounds of 3, 1 and 2 tokens, the last of drafts alone; then one of 4."""
+    outputs = [rounds_of_trace(trace) for trace in ("110011", "1110")]
+    text = "\n".join(lines(Analyzed("cut", 3, outputs)))
+    assert "per dataset: 2.5000" in text  # 10 tokens in 4 rounds
+    assert "accepted drafts: 1.7500 a round; the target's own token, the bonus: 0.7500" in text
+    outputs[0] = rounds_of_trace("110010")
+    text = "\n".join(lines(Analyzed("control", 3, outputs)))
+    assert "accepted drafts: 1.5000 a round; the target's own token, the bonus: 1.0000" in text
+
+
 def test_a_drafter_that_is_never_right_has_an_average_of_one() -> None:
     """Check what the published average hides: the target's own token."""
-    from eval.logged.traces import rounds_of_trace
-
     found = Analyzed("never", 4, [rounds_of_trace("0" * 9)], [[9]], [[0]])
     text = "\n".join(lines(found))
     assert "per dataset: 1.0000" in text and "accepted drafts: 0.0000" in text
