@@ -185,8 +185,8 @@ class ReplayConfig(JobConfig):
     prompt_lookup_control: bool = True  # add the prompt-lookup row if the list does not name it
     # draft lengths; all of a chain's take one pass over the log
     num_draft_tokens: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    # rule that ends a draft, as in eval.run but for cost_ratio, which needs a target's costs;
-    # null: fixed; a drafter's mapping may override it
+    # rule that ends a draft, as in eval.run but for cost_ratio and thompson_calibrated, which need
+    # a target's costs; null: fixed; a drafter's mapping may override it
     stopping: str | None = None
     # threshold of the rules that have one; null: the default of the rule
     stopping_threshold: float | None = None

@@ -17,6 +17,7 @@ from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
+from decoding.stopping.policies import BY_COST, NAMES
 from eval.logged.contexts import positions_past_context
 from eval.logged.decoding import decode_logged
 from eval.logged.one_pass import correct_tokens, drafts_of, follow, follows_in_one_pass
@@ -175,10 +176,16 @@ def test_control_a_models_rounds_differ_from_those_of_the_sampled_run(verify: st
     assert [one.rounds for one in replayed] != [one.rounds for one in real]
 
 
-@pytest.mark.parametrize("rule", ["confidence", "assisted", "thompson"])
+@lru_cache
+def of_fixed_length() -> list[tuple[object, ...]]:
+    return counts(speculative(chain(), 6))
+
+
+@pytest.mark.parametrize("rule", [name for name in NAMES if name not in ("fixed", *BY_COST)])
 def test_rounds_of_stopping_rules_equal_those_of_speculative_decoding(rule: str) -> None:
     real = counts(speculative(chain(), 6, stopping=rule))
     assert counts(in_the_loop(chain(), 6, stopping=rule)) == real
+    assert real != of_fixed_length(), "control: the rule ends drafts"
 
 
 def test_control_the_log_of_another_target_has_other_rounds() -> None:
