@@ -1,4 +1,4 @@
-"""Pictures of a plan: needed and expected acceptance, predicted speedups, and target forwards."""
+"""Pictures of a plan: acceptance, what rounds yield and cost, speedups, and target forwards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from decoding.costs.prediction import Costs
-from eval.plan.curves import CHAIN
-from eval.plan.rows import MEASURED, NONE, Outlook, PlanRow, need, ranked
+from decoding.costs.prediction import expected_tokens
+from eval.plan.rows import MEASURED, NONE, Outlook, PlanRow, ranked
 from eval.report.plots import (
     INK,
     MUTED,
@@ -30,8 +29,8 @@ from eval.report.plots import (
 )
 from jobs.amounts import FLOP, operations
 
-STEPS = 61  # points of a line
 RATE = "acceptance rate, equal at all depths"
+COST = "cost of a round, in steps without a drafter"
 NAME_WIDTH = 20  # characters of a line of a drafter's name
 LANE = 0.17  # distance of a drafter's two markers from its line
 
@@ -47,8 +46,8 @@ def plan_plots(outlook: Outlook, speedups: Sequence[float]) -> list[Plot]:
     styles = drafter_styles({row.drafter: "" for row in outlook.rows})
     found = [needed_and_accepted(outlook, speedups)]
     outlook = replace(outlook, rows=outlook.reliable)
-    found += [acceptance_by_cost(outlook, speedups, styles)]
     if outlook.knows_acceptance:
+        found += [tokens_by_cost(outlook.rows, speedups, styles)]
         found += [speedup_by_length(outlook.rows, styles)]
         found += [speedup_by_training(outlook.rows, styles)]
     return [*found, target_forwards(outlook)]
@@ -112,43 +111,31 @@ def _mark(axes: Axes, y: float, x: float, low: float, high: float, **look: Any) 
 
 
 @rc_context(SETTINGS)
-def acceptance_by_cost(outlook: Outlook, speedups: Sequence[float], styles: Styles) -> Plot:
-    """Plot the needed acceptance over the cost ratio, and the candidates' acceptances."""
-    axes = make_axes("Acceptance that pays, by cost", "cost ratio c", RATE)
-    rows = outlook.rows
-    steps = [row for row in rows if row.draft_shape == CHAIN and not row.one_pass]
-    chain = (steps or list(rows))[0]
-    ratios = np.linspace(0, max(0.05, 1.25 * max(row.cost_ratio for row in rows)), STEPS)
-    for number, speedup in enumerate(speedups):
-        needs = [need(speedup, _chain_costs(chain, ratio)).alpha for ratio in ratios]
-        known = [np.nan if alpha is None else alpha for alpha in needs]
-        dashes = (3, 1 + 2 * number)
-        axes.plot(ratios, known, color=MUTED, linewidth=1, dashes=dashes, label=f"{speedup:g}x")
+def tokens_by_cost(rows: Sequence[PlanRow], speedups: Sequence[float], styles: Styles) -> Plot:
+    """Plot what a round of each drafter yields over what it costs, at its best draft length.
+
+    The cost is in steps of plain decoding, so the predicted speedup is the ratio of the two, for
+    chains, trees and drafts in one forward alike. The rows must have one.
+    """
+    axes = make_axes("What a round yields and costs", COST, "block efficiency")
+    costs = []
     for row in rows:
-        if row.acceptance != NONE:
-            _draw(axes, row, styles, row.cost_ratio, *_equal_rates(row))
-        elif row.needed is not None:
-            _draw(axes, row, styles, row.cost_ratio, row.needed, row.needed, row.needed)
-    axes.set_ylim(0, 1.02)
-    what = "the acceptance that each drafter needs"
-    if outlook.knows_acceptance:
-        what = "acceptance, measured or predicted with two standard errors"
+        gamma, speedup = row.num_draft_tokens, row.predicted_speedup
+        assert gamma is not None and speedup is not None
+        rates = row.alpha_by_depth, row.alpha_low, row.alpha_high
+        tokens, low, high = (expected_tokens(alpha_D, gamma) for alpha_D in rates)
+        costs.append(tokens / speedup)
+        _draw(axes, row, styles, costs[-1], tokens, low, high)
+    span = np.array([min(1.0, *costs), 1.05 * max(costs)])
+    highest = axes.get_ylim()[1]
+    for number, speedup in enumerate(speedups):
+        look: dict[str, Any] = {"dashes": (3, 1 + 2 * number), "label": f"{speedup:g}x"}
+        axes.plot(span, speedup * span, color=MUTED, linewidth=1, **look)
+    axes.set_ylim(0.95, highest)  # a round emits one token at least
     return make_plot(
         axes,
-        f"Dashed: acceptance that reaches these speedups, for a chain of single steps with the "
-        f"rest of a round of {chain.drafter}. Points: {what}.",
-    )
-
-
-def _chain_costs(row: PlanRow, cost_ratio: float) -> Costs:
-    """Return the costs of a row's chain at another cost ratio."""
-    t_1 = row.t_target_ms[1]
-    return Costs(
-        float(cost_ratio),
-        row.V,
-        overhead=row.overhead_ms / t_1,
-        baseline_overhead=row.plain_ms / t_1 - 1,
-        deepest=max(row.nodes),
+        "Block efficiency: tokens of a round, by acceptance measured or predicted with two "
+        "standard errors. A drafter reaches a speedup where its point is not below that line.",
     )
 
 

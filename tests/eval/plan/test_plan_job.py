@@ -4,10 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decoding.costs.contention import disturbance
-from decoding.costs.prediction import best_gamma, predicted_speedup
+from decoding.costs.prediction import best_gamma, expected_tokens, predicted_speedup
 from decoding.interfaces import RoundCosts
 from eval.plan.candidates import candidates
 from eval.plan.costs import FILE, MeasuredCosts
@@ -228,19 +229,51 @@ def test_a_drafter_pays_where_its_acceptance_reaches_what_it_needs(home: Path, t
     assert 0 < sum(paying) < len(paying)
 
 
-def test_acceptances_are_drawn_over_costs_as_rates_equal_at_all_depths(home: Path, tmp_path: Path):
-    file = tmp_path / "acceptance.jsonl"
-    falling = {"alpha_by_depth": [0.9, 0.5, 0.1]}
-    known = [curve(home, "chain", 1, 0.9, **falling), curve(home, "medusa", 0, 0.9, **falling)]
-    write_curves(file, known)
-    found = rows_in(again(home, tmp_path, acceptance=str(file)))
-    rows = [dataclasses.replace(row, unreliable="") for row in found]
-    outlook = Outlook(rows, known, 0.1, 0, (1, 1), 1.0, {1: 1.0}, 1.0)
-    (axes,) = plan_plots(outlook, [1.0])[1].figure.axes
-    assert axes.get_ylabel() == "acceptance rate, equal at all depths"
-    drawn = [float(container[0].get_ydata()[0]) for container in axes.containers]
-    assert drawn == [row.equal_alpha for row in rows]
-    assert drawn != [row.alpha_by_depth[0] for row in rows], "a control"
+def test_a_point_is_not_below_a_line_where_its_drafter_reaches_the_speedup(home: Path):
+    """Compare the second picture with the costs, the table and the first picture."""
+    asked = config(home, "", speedups=[0.9, 1.05, 1.3, 2.0])
+    target = tuple(1 + 0.1 * n for n in range(7))
+    parts = dict(zip(NAMES, [(0.1, 0.0), (0.6, 0.1), (0.1, 0.9), (0.6, 0.4)], strict=True))
+    measured = [
+        dataclasses.replace(
+            one,
+            costs=RoundCosts(draft_ms, target, overhead_ms, 0.05),
+            nodes={1: 2, 2: 4, 3: 6} if name == "eagle3" else one.nodes,  # as in a tree
+        )
+        for one, (name, (draft_ms, overhead_ms)) in zip(
+            read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records,
+            parts.items(),
+            strict=True,
+        )
+    ]
+    falling = {"alpha_by_depth": [0.8, 0.6, 0.4]}
+    known = [curve(home, "chain", 1, 0.8, **falling), curve(home, "medusa", 0, 0.8, **falling)]
+    found = candidates(asked, target_config(asked.target))
+    outlook = build_outlook(asked, [*zip(found, measured, strict=True)], known, 1.0)
+    (axes,) = plan_plots(outlook, asked.speedups)[1].figure.axes
+    lines = {str(line.get_label()): np.transpose(line.get_data()) for line in axes.lines}
+    sides = []
+    for row, one, drawn in zip(outlook.rows, measured, axes.containers, strict=True):
+        gamma, costs = row.num_draft_tokens or 0, one.ratios
+        ((x, y),) = np.transpose(drawn[0].get_data())
+        assert x == pytest.approx(costs.round(gamma) / (1 + costs.baseline_overhead))
+        assert y == expected_tokens(row.alpha_by_depth, gamma)
+        low, high = drawn[2][0].get_segments()[0][:, 1]
+        compared = (
+            (y, row.predicted_speedup, row.equal_alpha),
+            (low, row.speedup_low, row.equal_alpha_low),
+            (high, row.speedup_high, row.equal_alpha_high),
+        )
+        for need in row.needs:
+            at, heights = np.transpose(lines[f"{need.speedup:g}x"])
+            assert at[0] < x < at[-1], "the line reaches the point"
+            for tokens, speedup, rate in compared:
+                reached = bool(tokens >= np.interp(x, at, heights))
+                assert speedup is not None and reached == (speedup >= need.speedup)
+                if rate is not None:
+                    assert reached == (need.alpha is not None and rate >= need.alpha)
+                sides.append(reached)
+    assert 5 < sum(sides) < len(sides) - 5, "a control: points and bars lie on both sides"
 
 
 def test_the_picture_of_trainings_has_the_unit_of_the_table(home: Path, tmp_path: Path):
