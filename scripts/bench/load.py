@@ -286,14 +286,17 @@ def check(chosen: Options) -> None:
         raise UserError(f"batches is {chosen.batches}, expected numbers of rows, 1 among them.")
     if not chosen.rates or chosen.rates[0] <= 0:
         raise UserError(f"rates is {chosen.rates}, expected requests a second above 0.")
-    for key in ("requests", "passes"):
+    for key in ("requests", "passes", "rounds", "num_draft_tokens", "max_new_tokens"):
         if getattr(chosen, key) < 1:
             raise UserError(f"{key} is {getattr(chosen, key)}, expected at least 1.")
     names = [label_of(one) for one in chosen.drafters]
-    if not names or len({*names, PLAIN, *chosen.urls}) < len(names) + 1 + len(chosen.urls):
+    sides = [PLAIN, *names, *map(TABLE.format, names), *chosen.urls]
+    if not names or len({*sides}) < len(sides):
         raise UserError(
-            f"drafters is {names}, expected at least one, each with a name of its own that is "
-            f"neither {PLAIN} nor one of urls. Give a mapping with `use` and `name`."
+            f"drafters is {names} and urls has {[*chosen.urls]}, expected at least one drafter and "
+            f"names that differ from each other, from {PLAIN} and from each drafter's "
+            f"`{TABLE.format('DRAFTER')}`. Give a drafter as a mapping with `use` and `name`, or "
+            f"rename the address."
         )
 
 

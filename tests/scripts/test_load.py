@@ -154,10 +154,17 @@ def test_the_plots_name_every_server_and_rate() -> None:
         ({"rates": []}, "expected requests a second above 0"),
         ({"requests": 0}, "requests is 0, expected at least 1"),
         ({"passes": 0}, "passes is 0, expected at least 1"),
+        ({"rounds": 0}, "rounds is 0, expected at least 1"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens is 0, expected at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
         ({"drafters": []}, "expected at least one"),
-        ({"drafters": ["prompt_lookup", "prompt_lookup"]}, "a name of its own"),
-        ({"drafters": ["plain"]}, "neither plain nor one of urls"),
-        ({"drafters": ["vllm"], "urls": {"vllm": "http://a"}}, "one of urls"),
+        ({"drafters": ["prompt_lookup", "prompt_lookup"]}, "differ from each other"),
+        ({"drafters": ["plain"]}, "differ from each other, from plain"),
+        ({"drafters": ["vllm"], "urls": {"vllm": "http://a"}}, r"urls has \['vllm'\]"),
+        (
+            {"urls": {"prompt_lookup by batch": "http://a"}},
+            "from each drafter's `DRAFTER by batch`",
+        ),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(fields: dict[str, Any], words: str) -> None:
@@ -186,7 +193,7 @@ def test_a_folder_is_named_by_its_card_or_its_last_part(tmp_path: Path) -> None:
     assert script.label_of("runs/missing/drafter") == "runs/missing/drafter", "a control: no folder"
     other = tmp_path / "runs" / "other" / "drafter"
     shutil.copytree(folder, other)
-    with pytest.raises(UserError, match="drafters is .'two layers', 'two layers'.*of its own"):
+    with pytest.raises(UserError, match="drafters is .'two layers', 'two layers'.*differ from"):
         script.check(Options(drafters=[str(folder), str(other)]))
 
 
