@@ -172,7 +172,7 @@ def _row(
     same = curves_like(config, prospect, curves)
     source, rates = acceptance_of(prospect, model, same, max(measured.nodes))
     flop = one.flops_a_token * tokens
-    cache = config.batch_size * (config.context + config.max_draft_tokens)
+    cache = config.batch_size * (config.context + max(config.max_draft_tokens, nodes))
     return PlanRow(
         drafter=one.name,
         **{

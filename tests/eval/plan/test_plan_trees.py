@@ -204,6 +204,17 @@ def test_a_plan_shows_the_sizes_and_the_best_of_each_drafter(plan: Plan):
     assert "nodes" not in table.columns and "best" not in table.columns, "a control: no trees"
 
 
+def test_the_memory_of_a_tree_holds_its_nodes(plan: Plan):
+    asked, found = planned(plan, 0.01)
+    memory = {row.drafter: row.memory_bytes for row in build_outlook(asked, found, [], 1.0).rows}
+    (node,) = {one.cache_bytes_a_token for one, _ in found if one.kind == "eagle3"}
+    for nodes in (8, 24, 64):
+        more = memory[f"eagle3 tree of {nodes}"] - memory["eagle3"]
+        assert more == asked.batch_size * (nodes - DEPTHS) * node
+        assert memory[f"medusa tree of {nodes}"] == memory["medusa"], "a control: it stores nothing"
+    assert node > 0
+
+
 def test_trained_weights_need_only_an_evaluation_of_another_size(plan: Plan):
     asked, found = planned(plan, 0.01)
     trees = [pair for pair in found if pair[0].tree_nodes == 24]
