@@ -135,7 +135,8 @@ def tokens_by_cost(rows: Sequence[PlanRow], speedups: Sequence[float], styles: S
     return make_plot(
         axes,
         "Block efficiency: tokens of a round, by acceptance measured or predicted with two "
-        "standard errors. A drafter reaches a speedup where its point is not below that line.",
+        "standard errors. Dashed: speedups. A drafter reaches one where its point is not below its "
+        "line.",
     )
 
 
