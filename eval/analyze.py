@@ -140,13 +140,16 @@ def lines(one: Analyzed) -> list[str]:
     more = f", ... ({len(one.outputs)} outputs)" if len(one.outputs) > SHOWN else ""
     tau = tokens / rounds
     known = f", num_draft_tokens {one.num_draft_tokens}" if one.num_draft_tokens else ""
+    bonus = "Only the last round of an output may lack it"
+    if not one.tested:
+        bonus = "Assumed: the file does not tell which token of a round it is"
     found = [
         f"{one.name}{known}",
         f"Average tokens matched per prompt: {', '.join(means)}{more}",
         f"Average tokens matched per dataset: {tau:.4f}",
         f"  of these, accepted drafts: {accepted / rounds:.4f} a round; the target's own token, "
-        f"the bonus: {(tokens - accepted) / rounds:.4f}. Only the last round of an output may lack "
-        f"it ({rounds:,} rounds, {tokens:,} tokens)",
+        f"the bonus: {(tokens - accepted) / rounds:.4f}. {bonus} ({rounds:,} rounds, {tokens:,} "
+        f"tokens)",
         f"  share of the text that was drafted: {accepted / tokens:.1%}",
     ]
     found += _acceptance(one)

@@ -207,6 +207,9 @@ def _card(
     controls = [one for one in group if one.drafter == CONTROL and one is not row]
     if speed and speed.low is not None and speed.high is not None:
         tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
+    control = counted_speedup(controls[0], everything) if controls else None
+    if tone == "good" and control and speed and control.value >= speed.value:
+        tone = ""  # what needs no training is as fast
     return {
         **{"label": label, "name": name, "row": row, "rivals": rivals},
         **{"speed": speed, "tone": tone, "everything": everything},
@@ -214,7 +217,7 @@ def _card(
         "few": speed is not None and speed.low is None,  # too few prompts for a headline
         "alpha": row.alpha if everything else row.headline_alpha,
         "tau": row.tau if everything else row.headline_tau,
-        "control": counted_speedup(controls[0], everything) if controls else None,
+        "control": control,
     }
 
 

@@ -297,6 +297,15 @@ def test_long_names_break_and_numbers_do_not(rows, records):
     assert "&lt;wbr" not in html and not re.search(r"\d<wbr>|\.<wbr>", html)
 
 
+def test_a_headline_is_green_only_if_its_control_is_slower(rows, records):
+    control = pick(rows, "prompt_lookup")
+    ahead = [dataclasses.replace(r, headline_speedup=9.0) if r is control else r for r in rows]
+    green = 'class="big good"'
+    assert page(ahead, records, PROVENANCE).count(green) < page(rows, records, PROVENANCE).count(
+        green
+    )
+
+
 def test_one_unit_measured_again_is_not_plural(rows, records):
     again = [dataclasses.replace(records[0], attempt=2), *records[1:]]
     assert "1 unit measured again" in page(rows, again, PROVENANCE)

@@ -63,7 +63,8 @@ def file_of(
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plan drafters of a target with random weights; return the run folder."""
-    home = tmp_path_factory.mktemp("plan")
+    home = tmp_path_factory.mktemp("plan") / ("a_long_name_of_a_folder" * 4)  # shown on the page
+    home.mkdir()
     tiny.save(home / "target")
     return run_plan(
         PlanConfig(
