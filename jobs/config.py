@@ -41,7 +41,7 @@ class JobConfig:
     # print the plan and its cost, and write what needs neither weights nor data
     dry_run: bool = False
     # CPU threads; 0: PyTorch's default; auto: jobs that decode time the target with one and with
-    # the default, and take the faster
+    # the default, and take the faster; a resumed run keeps its choice
     threads: Any = 0
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)

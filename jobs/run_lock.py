@@ -6,8 +6,8 @@ them ends, so the next command can take over a file that SIGKILL left behind. So
 systems have no locks, or none across hosts. There the content of the file decides, and an owner on
 another host is assumed to run.
 
-A command that leaves nothing but its configuration, as one does whose input is refused, deletes it
-when it ends, with the folders that it created.
+A command that leaves nothing but its configuration and its choice of threads, as one does whose
+input is refused, deletes them when it ends, with the folders that it created.
 """
 
 import errno
@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from jobs import ranks
 LOCK = ".lock"
 CONFIG = "config.yaml"  # marks a run folder
 MANIFEST = "manifest.json"  # ties it to the configuration
+THREADS = "threads_{rank}.json"  # a rank's choice under threads=auto
 _PARTIAL = ".partial"
 _QUOTED = 200  # characters of a path in a message
 _HELD = "SHALLOW_DRAFT_HELD"  # folders that this process or its parents hold
@@ -228,7 +230,9 @@ def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
 def _release(
     path: Path, descriptor: int, pid: int, found: Collection[str], created: Sequence[Path]
 ) -> None:
-    """Release the lock, and delete what its owner leaves if that is at most a configuration.
+    """Release the lock, and delete what its owner leaves if that decides nothing.
+
+    That is a configuration, with or without the numbers of threads that ranks chose.
 
     found: names in the folder before the owner wrote. created: see `RunLock`.
     """
@@ -236,8 +240,11 @@ def _release(
         return
     with suppress(FileNotFoundError):  # the folder was moved or deleted
         left = {each.name for each in path.parent.iterdir()}
-        if left - {LOCK, *found} == {CONFIG} and MANIFEST not in left:
-            (path.parent / CONFIG).unlink()
+        new = left - {LOCK, *found}
+        choices = {each for each in new if fnmatch(each, THREADS.format(rank="*"))}
+        if new - choices == {CONFIG} and MANIFEST not in left:
+            for name in new:
+                (path.parent / name).unlink()
     path.unlink(missing_ok=True)
     os.close(descriptor)
     with suppress(OSError):  # the first folder that is not empty ends it

@@ -81,6 +81,7 @@ class AnswerGenerator:
             self.config.target,
             self.folder,
             self.config.threads,
+            None if self.config.dry_run else Path(self.config.output_dir),
             device=rank_device(self.config.target.device),
             max_length=self.config.data.max_length,
         )

@@ -151,7 +151,9 @@ def load(cfg: EvalConfig) -> Loaded:
     uses = drafter_list.uses(
         mappings, drafter_list.DrafterUse(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
     )
-    target = load_job_target(chosen, folder, cfg.threads, batch_size=max(cfg.batch_sizes))
+    target = load_job_target(
+        chosen, folder, cfg.threads, Path(cfg.output_dir), batch_size=max(cfg.batch_sizes)
+    )
     _check_lengths(cfg, target)
     worker_devices = {device: _worker_device(target, uses.values())}
     drafters = drafter_list.build(mappings, uses, folder, worker_devices)
