@@ -197,7 +197,8 @@ class HeldOutConfig:
     # none: select without costs | measured (once, before the first step) | FILE: the
     # held_out_costs.json of another run with the same machine and shapes
     costs: str = "none"
-    # seconds after which measuring ends, once three windows are measured
+    # seconds after which measuring ends, once three windows are measured; there are fewer if other
+    # processes disturb one and further ones would end after twice as many seconds
     cost_seconds: float = 20.0
 
 

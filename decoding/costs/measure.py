@@ -22,7 +22,7 @@ EVERY = 16  # draft length up to which every width is timed
 DEEP = RoundCosts(0.01, (1.0,))  # costs at which a planner always drafts to its limit
 LEAST_WINDOWS = 3  # minimum at which the median ignores one outlier
 # Limits on measuring again: windows in which other processes used the processors (factor on their
-# number), and costs with a negative rest of a round (times).
+# number and on their time), and costs with a negative rest of a round (times).
 MOST_FACTOR, ATTEMPTS = 2, 2
 NEGATIVE = "a round took less time than its parts alone"
 
@@ -73,9 +73,11 @@ def measure_costs(
     the difference between its time and its parts (`add_rest`).
 
     A window during which other processes used the processors is replaced by another one, up to
-    `windows` times and as long as `seconds` have not passed. Costs with a negative rest of a round
-    are measured once more within `seconds`. Costs that remain disturbed or negative are returned
-    with the reason in `unreliable`.
+    `windows` times and as long as `seconds` have not passed. After such a window none begins that
+    would end after twice this time, if it took as long as the longest one: beside other processes
+    a window takes many times as long, and more of them would not make the costs reliable. Costs
+    with a negative rest of a round are measured once more within `seconds`. Costs that remain
+    disturbed or negative are returned with the reason in `unreliable`.
 
     widths: numbers of new tokens at which the target is timed. context: committed tokens while the
     parts are timed, by default the prompt's length. A drafter with a frontier planner is measured
@@ -144,9 +146,10 @@ Window = Callable[[], tuple[float, list[RoundCosts]]]
 
 def _measure_windows(window: Window, most: int, seconds: float, least: int) -> list[RoundCosts]:
     """Return the combined costs of each frontier, with the reason if they are unreliable."""
-    ends = perf_counter() + seconds
+    began = perf_counter()
+    ends, latest = began + seconds, began + MOST_FACTOR * seconds
     for _ in range(ATTEMPTS):
-        windows = _collect(window, most, ends, min(most, least))
+        windows = _collect(window, most, ends, latest, min(most, least))
         found = [combine_windows(of) for of in zip(*(costs for _, costs in windows), strict=True)]
         if all(costs.overhead_ms >= 0 for costs in found) or perf_counter() >= ends:
             break
@@ -159,19 +162,24 @@ def _measure_windows(window: Window, most: int, seconds: float, least: int) -> l
 
 
 def _collect(
-    window: Window, most: int, ends: float, least: int
+    window: Window, most: int, ends: float, latest: float, least: int
 ) -> list[tuple[float, list[RoundCosts]]]:
     """Return `most` undisturbed windows, or fewer but at least `least` if time ends before.
 
     If fewer than LEAST_WINDOWS are undisturbed, return the LEAST_WINDOWS least disturbed ones.
-    ends: end of the time, by `perf_counter`.
+    ends: end of the time, by `perf_counter`. latest: by when further windows are expected to end
+    if one was disturbed; there may then be fewer than `least`, but never none.
     """
     found = list[tuple[float, list[RoundCosts]]]()
-    undisturbed = 0
+    undisturbed, longest = 0, 0.0
     while undisturbed < most and len(found) < MOST_FACTOR * most:
-        if len(found) >= least and perf_counter() >= ends:
+        began = perf_counter()
+        if len(found) >= least and began >= ends:
+            break
+        if undisturbed < len(found) and began + longest > latest:
             break
         found.append(window())
+        longest = max(longest, perf_counter() - began)
         undisturbed += found[-1][0] >= UNDISTURBED
     by_share = sorted(found, key=lambda pair: pair[0], reverse=True)
     return by_share[: max(min(most, LEAST_WINDOWS), undisturbed)]

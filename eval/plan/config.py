@@ -47,7 +47,9 @@ class PlanConfig(JobConfig):
     temperature: float = 0.0
     # speedups for which the needed acceptance is computed
     speedups: list[float] = field(default_factory=lambda: [1.0, 1.2])
-    # seconds of measurement for each drafter, after which no window of time begins
+    # seconds of measurement for each drafter, the target beside it included. After them a window of
+    # time begins only if there are fewer than three; and if other processes disturbed one, none
+    # begins that would end after twice as many seconds, by the longest one so far
     cost_seconds: float = 20.0
     # costs.jsonl of another plan of this target on this machine, whose costs are not measured again
     costs: str = ""

@@ -3,7 +3,7 @@
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -143,16 +143,18 @@ def test_the_rest_of_a_round_excludes_both_models(
 
 
 class SimulatedParts:
-    """Timings of a round's parts that take a second each; target_ms: t_target(1) in each of them.
+    """Timings of a round's parts; target_ms: t_target(1) in each of them; seconds: that each takes.
 
     The last one repeats. A simulated round has TARGET_MS in its forward.
     """
 
-    def __init__(self, clock: SimulatedClock, target_ms: list[float]) -> None:
-        self.clock, self.target_ms, self.windows = clock, target_ms, 0
+    def __init__(
+        self, clock: SimulatedClock, target_ms: list[float], seconds: Sequence[float] = (1.0,)
+    ) -> None:
+        self.clock, self.target_ms, self.seconds, self.windows = clock, target_ms, seconds, 0
 
     def __call__(self, *given: Any, **settings: Any) -> Parts:
-        self.clock.advance(1000)
+        self.clock.advance(1000 * self.seconds[min(self.windows, len(self.seconds) - 1)])
         ms = self.target_ms[min(self.windows, len(self.target_ms) - 1)]
         self.windows += 1
         return Parts(0.05, {1: ms, 2: 1.01 * ms}, 10, 1)
@@ -216,6 +218,38 @@ def test_costs_that_stay_disturbed_are_unreliable(
     assert "only 40 % of the time" in costs.unreliable
     assert costs.target_ms(1) == pytest.approx(0.9)
     assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found", "lengths_s", "expected"),
+    [
+        (0.7, [0.1], [1.0], 1),
+        (1.3, [0.1, 0.1], [1.0], 2),
+        (1.3, [1.0, 0.1], [1.0], 2),
+        (1.7, [0.1, 0.1, 0.1], [1.0], 3),
+        (4.5, [0.1, 0.1], [1.0, 5.0, 1.0], 2),
+        (0.7, [1.0, 1.0, 1.0], [1.0], 3),
+    ],
+    ids=["one", "two", "disturbed later", "three", "a long one", "a control"],
+)
+def test_a_disturbed_measurement_ends_within_twice_its_seconds(
+    seconds: float,
+    found: list[float],
+    lengths_s: list[float],
+    expected: int,
+    shares: list[float],
+    clock: SimulatedClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the number of windows: each is expected to take as long as the longest one before.
+
+    The first one always ends, and undisturbed ones are at least three.
+    """
+    shares += found
+    parts = SimulatedParts(clock, [0.9], lengths_s)
+    costs = parts.costs(monkeypatch, seconds=seconds)
+    assert parts.windows == expected
+    assert bool(costs.unreliable) == (0.1 in found)
 
 
 @pytest.mark.parametrize("later_ms", [0.9, 3.0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from decoding.costs.contention import UndisturbedClock
 from decoding.errors import UserError
 from eval.plan import costs as plan_costs
 from eval.plan.candidates import candidates
@@ -94,6 +95,26 @@ def test_unreliable_costs_are_measured_anew_on_request(
     ]
     assert all(one.costs.unreliable != "others ran" for one in known())
     assert not elsewhere or given.read_bytes() == before, "another plan's file stays as it is"
+
+
+@pytest.mark.parametrize(("share", "windows"), [(0.5, 1), (1.0, 3)], ids=["busy", "a control"])
+def test_a_busy_machine_does_not_lengthen_a_plan(
+    share: float, windows: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Check the windows of each drafter where one takes longer than twice `cost_seconds`."""
+    measured: list[float] = []
+
+    def found(clock: UndisturbedClock) -> float:
+        measured.append(share)
+        return share
+
+    monkeypatch.setattr(UndisturbedClock, "share", found)
+    monkeypatch.setattr(plan_costs, "MOST_WINDOWS", 7)  # as the product has it
+    asked = config(home, "", output_dir=str(tmp_path / "plan"), heads=[], cost_seconds=1e-6)
+    rows = rows_in(run(asked))
+    assert len(measured) == windows * len(rows)
+    busy = [row for row in rows if "only 50 % of the time" in row.unreliable]
+    assert len(busy) == (len(rows) if share < 1 else 0)
 
 
 @pytest.mark.parametrize(
