@@ -256,9 +256,11 @@ class CostFile:
             self.known.append(measured)
             with self.path.open("ab") as file:
                 file.write(_lines([measured]))
-            c = measured.ratios.cost_ratio
+            found_c = f"c {measured.ratios.cost_ratio:.3f}"
+            if measured.costs.unreliable:
+                found_c = "unreliable costs"
             print(
-                f"plan: {number} of {len(missing)}, {one.name}: c {c:.3f}, "
+                f"plan: {number} of {len(missing)}, {one.name}: {found_c}, "
                 f"{measured.seconds:.0f} s",
                 file=sys.stderr,
             )

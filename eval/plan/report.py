@@ -32,18 +32,18 @@ SPARE = ("memory", "parameters", "tokens/s")
 def subject(outlook: Outlook, config: PlanConfig) -> str:
     """Return what is planned, in one line."""
     how = f"temperature {config.temperature:g}" if config.temperature else "greedy"
-    pace = f"{outlook.baseline_tokens_per_second:,.0f}" if outlook.reliable else text.NONE
+    pace = f": {outlook.baseline_tokens_per_second:,.0f} tokens/s without a drafter"
     return (
         f"{config.target.path}, {config.target.dtype}, {how}, batch {config.batch_size}, context "
-        f"{config.context:,}: {pace} tokens/s without a drafter"
+        f"{config.context:,}{pace if outlook.reliable else ''}"
     )
 
 
 def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
     """Return what to train, in sentences, and first which costs to measure again."""
-    rows, found = outlook.rows, _doubts(outlook.rows)
     if not outlook.reliable:
-        return found
+        return [_nothing_concluded(outlook.rows)]
+    rows, found = outlook.rows, _doubts(outlook.rows)
     nothing = "train nothing until then" if found else "train nothing"
     chosen, speedup = worth_training(rows), f"{config.speedups[0]:g}x"
     if not outlook.knows_acceptance:
@@ -82,34 +82,48 @@ def advice(outlook: Outlook, config: PlanConfig) -> list[str]:
 
 
 def plan_table(outlook: Outlook, config: PlanConfig) -> Table:
-    """Return the table of all candidates, the fastest first."""
+    """Return the table of all candidates, the fastest first.
+
+    It has the columns that depend on costs, and the hours that depend on this machine's speed, if
+    any costs are reliable.
+    """
+    timed = bool(outlook.reliable or config.assumed_tflops)
     worth = {row.drafter for row in worth_training(outlook.rows)}
-    trees = any(row.tree_nodes for row in outlook.rows)
-    several = any(not row.best for row in outlook.rows)
     cells, marks = [], []
     for row in ranked(outlook.rows):
         cell = {
             "drafter": row.drafter + " *" * (row.drafter in worth),
             "parameters": text.amount(row.parameters),
             "memory": size(row.memory_bytes),
-            "c": text.NONE if row.unreliable else text.number(row.cost_ratio, 3),
-            **{f"needs for {one.speedup:g}x": _reliable(row, _need(one)) for one in row.needs},
         }
+        if outlook.reliable:
+            cell["c"] = text.NONE if row.unreliable else text.number(row.cost_ratio, 3)
+            for one in row.needs:
+                cell[f"needs for {one.speedup:g}x"] = _reliable(row, _need(one))
         if outlook.knows_acceptance:
-            cell |= {
-                "accepted": _accepted(row),
-                "gamma": text.NONE if row.unreliable else str(row.num_draft_tokens),
-                **({"nodes": _nodes(row)} if trees else {}),
-                "speedup": _reliable(row, _interval(row)),
-                "tokens/s": _reliable(row, text.number(row.tokens_per_second, 1)),
-            }
-        if several:
-            cell["best"] = "best" if row.best and not row.unreliable else ""
-        cell["training"] = f"{operations(row.training_flop)}, {_duration(row.training_hours)}"
+            cell["accepted"] = _accepted(row)
+        if outlook.reliable:
+            cell |= _gain(row, outlook)
+        flop, time = operations(row.training_flop), _duration(row.training_hours)
+        cell |= {"training": f"{flop}, {time}"} if timed else {"to train": flop}
         cells.append(cell)
         slow = row.speedup_high is not None and row.speedup_high < 1
         marks.append("bad" if slow and not row.unreliable else "")
     return make_table(subject(outlook, config), cells, marks, SPARE)
+
+
+def _gain(row: PlanRow, outlook: Outlook) -> dict[str, str]:
+    """Return a row's cells on what it gains, as far as that is known."""
+    cell = {}
+    if outlook.knows_acceptance:
+        cell["gamma"] = text.NONE if row.unreliable else str(row.num_draft_tokens)
+        if any(one.tree_nodes for one in outlook.rows):
+            cell["nodes"] = _nodes(row)
+        cell["speedup"] = _reliable(row, _interval(row))
+        cell["tokens/s"] = _reliable(row, text.number(row.tokens_per_second, 1))
+    if any(not one.best for one in outlook.rows):
+        cell["best"] = "best" if row.best and not row.unreliable else ""
+    return cell
 
 
 def _nodes(row: PlanRow) -> str:
@@ -146,6 +160,17 @@ def _doubts(rows: Sequence[PlanRow]) -> list[str]:
         f"plan again with remeasure=true on an idle machine."
         for why, names in by_reason.items()
     ]
+
+
+def _nothing_concluded(rows: Sequence[PlanRow]) -> str:
+    """Return why no costs are reliable, and what to do."""
+    kinds = group_by_kind(row.unreliable for row in rows)
+    why = ", and ".join(dict.fromkeys(kinds[row.unreliable] for row in rows))
+    which = f"all {len(rows)} drafters" if rows[1:] else "the only drafter"
+    return (
+        f"Nothing is concluded: {why}, so the costs of {which} are unreliable. Plan again with "
+        f"remeasure=true on an idle machine."
+    )
 
 
 def _training_time(row: PlanRow, outlook: Outlook, config: PlanConfig) -> str:
@@ -257,22 +282,29 @@ def _about_prompts(outlook: Outlook) -> str:
 
 
 def print_plan(outlook: Outlook, config: PlanConfig, notes: Sequence[str]) -> None:
-    """Print the table, the advice and the notes."""
-    lines = [*advice(outlook, config), *notes, *notes_of(outlook)]
-    print_tables([plan_table(outlook, config)], [], lines, text.PLAN_LEGEND, None)
+    """Print the table, the advice and the notes; above the table that nothing is concluded."""
+    warnings, lines = _lines(outlook, config)
+    table, lines = plan_table(outlook, config), [*lines, *notes, *notes_of(outlook)]
+    print_tables([table], warnings, lines, text.PLAN_LEGEND, None)
+
+
+def _lines(outlook: Outlook, config: PlanConfig) -> tuple[list[str], list[str]]:
+    """Return the advice as a warning if nothing is concluded, else as what to train."""
+    lines = advice(outlook, config)
+    return ([], lines) if outlook.reliable else (lines, [])
 
 
 def plan_page(
     outlook: Outlook, config: PlanConfig, notes: Sequence[str], provenance: dict[str, str]
 ) -> str:
     """Return the content of plan.html. provenance: words and their meanings."""
-    table = plan_table(outlook, config)
+    table, (warnings, lines) = plan_table(outlook, config), _lines(outlook, config)
     return PAGES.get_template("plan.html.j2").render(
         title=f"Plan: drafters for {Path(config.target.path).name}",
-        warnings=[],
+        warnings=warnings,
         cards=[],
         subject=subject(outlook, config),
-        advice=advice(outlook, config),
+        advice=lines,
         table=table,
         legend=used_words(text.PLAN_LEGEND, [table]),
         notes=[*notes, *notes_of(outlook)],

@@ -1,6 +1,7 @@
 """`eval.plan` as a job: its rows, advice, page and picture."""
 
 import dataclasses
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from eval.plan.plots import needed_and_accepted, plan_plots
 from eval.plan.report import advice, notes_of, plan_table
 from eval.plan.rows import MEASURED, PREDICTED, Need, Outlook, PlanRow, build_outlook, ranked
 from jobs.amounts import operations
-from jobs.run_files import read_journal_lines
+from jobs.run_files import journal_bytes, read_journal_lines
 from tests.support.plans import NAMES, again, config, curve, rows_in
 from training.models.build import target_config
 
@@ -81,17 +82,21 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     out = advised("others ran", [deep])
     assert f"{doubt}{deep}. {remedy}" in out
     assert f"{shallow} needs the least: " in out and "rate of 0.00" not in out
-    assert advised("others ran", NAMES) == f"{doubt}{', '.join(NAMES)}. {remedy}"
 
     outlook = planned("", [deep])
-    outlook = dataclasses.replace(outlook, rows=outlook.rows[:3])
     shares = {shallow: disturbance(0.33), deep: disturbance(0.31), "medusa": "others ran"}
-    busy = [dataclasses.replace(row, unreliable=shares[row.drafter]) for row in outlook.rows]
+    busy = [
+        dataclasses.replace(row, unreliable=shares.get(row.drafter, "")) for row in outlook.rows
+    ]
     lines = advice(dataclasses.replace(outlook, rows=busy), asked)
-    assert [line.split(" Nothing")[0] for line in lines] == [
-        f"Unreliable costs, as beside other processes, the measurement had its processors for only "
-        f"31 to 33 % of the time: {shallow}, {deep}.",
+    share = "beside other processes, the measurement had its processors for only 31 to 33 % of the"
+    assert [line.split(" Nothing")[0] for line in lines[:2]] == [
+        f"Unreliable costs, as {share} time: {shallow}, {deep}.",
         f"{doubt}medusa.",
+    ]
+    assert advice(dataclasses.replace(outlook, rows=busy[:3]), asked) == [
+        f"Nothing is concluded: {share} time, and others ran, so the costs of all 3 drafters are "
+        f"unreliable. Plan again with remeasure=true on an idle machine."
     ]
 
     assert f"Train {deep}: " in advised("", [deep], 0.7), "a control"
@@ -100,7 +105,8 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     assert f"Train {deep}: " not in out
     assert "faster: train nothing until then." in advised("others ran", [deep, "eagle3"], 0.7)
     out = advised("others ran", NAMES, 0.7)
-    assert remedy in out and "Fastest of" not in out and "Train " not in out
+    assert out.startswith("Nothing is concluded: others ran, so the costs of all 4 drafters")
+    assert "Fastest of" not in out and "Train " not in out
 
     def tripled(unreliable: str) -> tuple[float, float | None, dict[int, float]]:
         outlook = planned(unreliable, NAMES[1:], 0.7, factor=3.0)
@@ -118,7 +124,7 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
         table = plan_table(outlook, asked)
         place = table.column("drafter").index(deep + " *" * (not unreliable))
         cells = [table.column(name)[place] for name in ("c", "gamma", "speedup", "tokens/s")]
-        assert table.title.endswith(" – tokens/s without a drafter") == (disturbed == NAMES)
+        assert table.title.endswith(" tokens/s without a drafter") == (disturbed != NAMES)
         drawn = [plot.figure.axes[0] for plot in plan_plots(outlook, [1.0, 1.2])[1:]]
         return cells, {name for axes in drawn for name in axes.get_legend_handles_labels()[1]}
 
@@ -127,8 +133,40 @@ def test_nothing_is_concluded_from_unreliable_costs(home: Path):
     assert {*NAMES} - names == {deep}
     cells, names = shown("", [deep])
     assert "–" not in cells and "unreliable" not in cells and {*NAMES} <= names, "a control"
-    assert shown("others ran", NAMES)[1] == set()
+    assert shown("others ran", NAMES) == ([""] * 4, set())
     assert plan_plots(planned("others ran", NAMES, 0.7), [1.0, 1.2]) == []
+
+
+@pytest.mark.parametrize("reliable", [False, True], ids=["empty", "a control"])
+def test_an_empty_plan_says_once_that_nothing_is_concluded(
+    reliable: bool, home: Path, tmp_path: Path, capsys: Any
+):
+    """Check the terminal and the page: one sentence, a table without figures from costs, no more.
+
+    Control: one drafter with reliable costs.
+    """
+    measured = read_journal_lines(home / "planned" / FILE, MeasuredCosts.read).records
+    lines = [dataclasses.asdict(one) for one in measured]
+    for number, line in enumerate(lines):
+        line["costs"]["unreliable"] = "" if reliable and not number else disturbance(0.3)
+    given = tmp_path / FILE
+    given.write_bytes(journal_bytes(lines))
+    write_curves(tmp_path / "acceptance.jsonl", [curve(home, "medusa", 0, 0.7)])
+    acceptance = str(tmp_path / "acceptance.jsonl")
+    capsys.readouterr()
+    asked = {"costs": str(given), "acceptance": acceptance, "assumed_tflops": 0.0}
+    folder = again(home, tmp_path, **asked)
+    page = unescape((folder / PAGE).read_text().split("<body>")[1])
+    out = capsys.readouterr().out
+    conclusion = "processors for only 30 % of the time, so the costs of all 4 drafters are"
+    for shown in (out, page):
+        assert shown.count("Nothing is concluded: ") == shown.count(conclusion) == (not reliable)
+        assert shown.count("unreliable") == 1 or reliable
+        assert ("needs" in shown) == ("gamma" in shown) == ("matrix products" in shown) == reliable
+        assert ("tokens/s without a drafter" in shown) == reliable
+        assert "accepted" in shown and all(name in shown for name in NAMES)
+    assert ("What to train" in page) == ("Pictures" in page) == reliable
+    assert page.count(f"{home / 'target'}, float32, greedy") == 1, "the lead is not repeated"
 
 
 def test_the_needed_acceptance_gives_the_speedup_in_the_plan_too(home: Path):
