@@ -37,7 +37,7 @@ def test_shared_states_are_those_of_a_forward(taps: tuple[int, ...], context: bo
     kept = TargetStates(model, on_disk(tmp_path, (1,)), taps)
     kept.store = on_disk(tmp_path)
     torch.testing.assert_close(kept(batch, where), TargetStates(model, taps=taps)(batch, where))
-    assert kept.rows_read == 0
+    assert kept.tokens_read == 0
 
 
 def test_a_damaged_layer_is_read_again(tmp_path: Path):
@@ -46,13 +46,13 @@ def test_a_damaged_layer_is_read_again(tmp_path: Path):
     where = positions(batch, tiny.HEADS, uses_teacher=True)
     first = TargetStates(model, on_disk(tmp_path))
     first(batch, where)
-    assert first.rows_read == len(data.rows)
+    assert first.tokens_read == data.tokens
     for file in tmp_path.glob("*/states.bin"):
         with file.open("r+b") as stream:
             stream.write(b"damaged!")
     second = TargetStates(model, on_disk(tmp_path))
     torch.testing.assert_close(second(batch, where), TargetStates(model)(batch, where))
-    assert second.rows_read == 1
+    assert second.tokens_read == batch.row(0).tokens
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
 """Killed runs of `recurrent_drafting.train` resume, and ranks train the head of one process."""
 
+import re
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -88,6 +90,31 @@ def test_ranks_draft_on_policy_as_one_process_does(tiny_target: Path, tmp_path: 
     more = ["loss.name=forward_kl", "on_policy.share=0.5"]
     run(configured(tiny_target, tmp_path / "alone", *more))
     same_in_ranks("ddp", tmp_path / "alone", tiny_target, tmp_path / "ranks", *more)
+
+
+def tokens_read(printed: str) -> int:
+    """Return the tokens that the target read for the store, as a run printed them."""
+    (found,) = re.findall(r"the target read ([\d,]+) tokens in", printed)
+    return int(found.replace(",", ""))
+
+
+@pytest.mark.long
+def test_ranks_count_the_tokens_that_all_of_them_read(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Compare with one process; with rows that are stored already, it reads the others alone."""
+    fill = ["states.cache=disk", "states.fill=true", "loop.max_steps=1"]
+    run(configured(tiny_target, tmp_path / "alone", *fill, f"states.folder={tmp_path / 'one'}"))
+    expected = tokens_read(capsys.readouterr().out)
+    fill.append(f"states.folder={tmp_path / 'two'}")
+    ranks = command(tiny_target, tmp_path / "ranks", *fill, "parallel=ddp", "parallel.processes=2")
+    assert tokens_read(run_ranks(*ranks)) == expected
+    (sums,) = (tmp_path / "two").glob("*/checksums.bin")
+    unread = np.fromfile(sums, dtype=np.uint32)
+    unread[::2] = 0
+    unread.tofile(sums)
+    run(configured(tiny_target, tmp_path / "rest", *fill))
+    assert 0 < tokens_read(capsys.readouterr().out) < expected
 
 
 def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:

@@ -132,16 +132,18 @@ def start_ranks(module: str, *arguments: str, ranks: int = 2) -> list[Fork]:
     ]
 
 
-def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 300) -> None:
-    """Run `python -m module arguments` in ranks, and assert that all succeed."""
-    started = start_ranks(module, *arguments, ranks=ranks)
+def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 300) -> str:
+    """Run `python -m module arguments` in ranks that must all succeed; return their output."""
+    started, printed = start_ranks(module, *arguments, ranks=ranks), ""
     try:
         for rank, process in enumerate(started):
             out, err = process.communicate(timeout)
             assert process.returncode == 0, f"rank {rank}: {out[-2000:]}{err[-3000:]}"
+            printed += out
     finally:
         for process in started:
             process.kill()
+    return printed
 
 
 def _run_first(

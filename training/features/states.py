@@ -61,7 +61,7 @@ class TargetStates:
         """
         self.target = target
         self.store = store
-        self.rows_read = 0  # by the target, for the store
+        self.tokens_read = 0  # by the target on this rank, of rows that the store lacked
         self._last = target.config.num_hidden_layers
         self.layers = layers_read(taps, self._last, final)
         self._taps = len(taps or (self._last,))
@@ -162,14 +162,13 @@ class TargetStates:
         found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
             return found.copy_to(kept_P.device)
-        self.rows_read += 1
+        row = batch.row(index)
+        self.tokens_read += row.tokens
         if count:
-            states_MC, tokens_MK = continue_greedily(
-                self.target, batch.row(index), kept_P, count, self.layers
-            )
+            states_MC, tokens_MK = continue_greedily(self.target, row, kept_P, count, self.layers)
             made = RowStates(states_MC, tokens_MK)
         else:
-            made = RowStates(self._forward(batch.row(index))[0][kept_P])
+            made = RowStates(self._forward(row)[0][kept_P])
         if self.store is not None:
             self.store.put(batch.rows[index], made)
         return made
@@ -184,7 +183,7 @@ class TargetStates:
             made = read_layers(self.target, store.layers, lambda: hidden_states(self.target, row))
             # documents fill a row from its first token on
             store.put(key, made[0, : row.tokens])
-            self.rows_read += 1
+            self.tokens_read += row.tokens
             states_TC = store.get(key, self.layers)
             assert states_TC is not None
         return RowStates(devices.copy_to_device(states_TC, kept_P.device)[kept_P])

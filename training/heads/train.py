@@ -247,11 +247,12 @@ def fill_store(objective: HeadObjective, data: PackedData, parallel: Parallel) -
         for number, row in enumerate(rows, start=1):
             objective.read_target(collate(data.samples, [row], data.capacity, parallel.device))
             bar.update(number)
-    parallel.wait()
+    # every rank waits here for the others
+    tokens = sum(parallel.gather(objective.states.tokens_read))
     if parallel.is_main:
-        seconds, rows_read = time.perf_counter() - began, objective.states.rows_read
-        read = f"the target read {data.tokens:,} tokens in {seconds:.1f} s, before training"
-        print(f"states: {read if rows_read else 'all were stored before; the target read none'}")
+        seconds = time.perf_counter() - began
+        read = f"the target read {tokens:,} tokens in {seconds:.1f} s, before training"
+        print(f"states: {read if tokens else 'all were stored before; the target read none'}")
 
 
 def make_evaluation(
