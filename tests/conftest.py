@@ -41,10 +41,13 @@ def _lacking(reason: str) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Record the name of every collected test, before any is deselected."""
+    """Record the name of every collected test, and mark it by its fixtures."""
+    from tests.support.browser import MARKS
+
     item.session.stash.setdefault(_COLLECTED, []).append(item.name)
-    if "chromium" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.browser)
+    for fixture, mark in MARKS.items():
+        if fixture in getattr(item, "fixturenames", ()):
+            item.add_marker(mark)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,11 +1,18 @@
-"""Tests of pages in Chromium: skipped without it, failures where it is required, run by CI."""
+"""Tests of pages: skipped without Chromium, failures where it is required, run by CI."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.browser import REASON, REQUIRED, VARIABLE, require_browser, unseen_pages
+from tests.support.browser import (
+    MARKS,
+    REASON,
+    REQUIRED,
+    VARIABLE,
+    require_browser,
+    unseen_pages,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -46,17 +53,21 @@ def test_the_end_of_a_run_counts_the_skipped_pages() -> None:
     assert unseen_pages(skipped[:1]) == "", "control"
 
 
-def test_exactly_the_tests_that_use_chromium_have_its_mark(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("fixture", "mark"), MARKS.items())
+def test_exactly_the_tests_that_use_a_part_have_its_mark(
+    fixture: str, mark: str, request: pytest.FixtureRequest
+) -> None:
     for item in request.session.items:
-        used = "chromium" in getattr(item, "fixturenames", ())
-        assert used == (item.get_closest_marker("browser") is not None), item.nodeid
+        used = fixture in getattr(item, "fixturenames", ())
+        assert used == (item.get_closest_marker(mark) is not None), item.nodeid
 
 
 def test_ci_opens_pages_and_keeps_their_pictures() -> None:
     job = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["pages"]
     assert job["env"][VARIABLE] == REQUIRED
     commands = " ".join(step.get("run", "") for step in job["steps"])
-    assert "apt-get install --yes chromium" in commands and '-m "browser and' in commands
+    assert "apt-get install --yes chromium" in commands
+    assert f'-m "({" or ".join(MARKS.values())}) and' in commands
     kept = next(step for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
     sources = [
         ROOT / "tests" / name for name in ("serving/test_web_page.py", "eval/test_report_page.py")

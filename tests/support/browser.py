@@ -9,6 +9,7 @@ import pytest
 
 from scripts.page_animation import BROWSERS
 
+MARKS = {"chromium": "browser", "gradio": "web"}  # fixture -> mark of the tests that use it
 # A job that has installed a browser sets this variable to REQUIRED: tests of pages then fail
 # without one. Elsewhere they are skipped, with CI=true too, as pip cannot install Chromium.
 VARIABLE, REQUIRED = "SHALLOW_DRAFT_BROWSER", "required"
