@@ -136,11 +136,14 @@ def print_engines(
     versions: see `versions_note`.
     """
     first = rows[0]
-    title = f"Engines, {first.target} on benchmark {first.benchmark}: "
-    title += f"{text.count_label(first.prompts, 'prompt')}, {first.dtype}, "
-    title += text.count_label(first.threads, "thread")
+    about = f"Engines, {first.target} on benchmark {first.benchmark}"
+    details = f"{text.count_label(first.prompts, 'prompt')}, {first.dtype}, "
+    details += text.count_label(first.threads, "thread")
     tables = [
-        dataclasses.replace(table, title=f"{title}: {table.title}") for table in engine_tables(rows)
+        dataclasses.replace(
+            table, title=f"{about}: {table.title[0].lower()}{table.title[1:]}", details=details
+        )
+        for table in engine_tables(rows)
     ]
     shown = [versions_note(rows, versions)]
     shown += [f"not run by other engines: {note}" for note in notes]

@@ -21,7 +21,7 @@ GLUED = ("[95 %]", "/ measured")  # parts of headings that stay in one line
 class Layout:
     """Columns of a table that fit into a width."""
 
-    title: str
+    title: str  # of one line or two
     columns: list[str]
     heads: list[str]  # of the columns, with line breaks
     widths: list[int]  # of the columns, in characters
@@ -53,7 +53,7 @@ def fit(table: Table, width: int) -> Layout:
 
     spare = [name for name in table.spare if name in columns]
     shared = {name: _shared_text(cells[name]) if name in WORDS else None for name in spare}
-    parts, left_out = [table.title], list[str]()
+    in_title, left_out = list[str](), list[str]()
     for name in sorted(shared, key=lambda name: shared[name] is None):
         if _total(least) <= width:
             break
@@ -61,10 +61,21 @@ def fit(table: Table, width: int) -> Layout:
         if shared[name] is None:
             left_out.append(name)
         else:
-            parts.append(f"{name}: {shared[name]}")
+            in_title.append(f"{name}: {shared[name]}")
     kept = list(least)
     widths = _fold({name: full[name] for name in kept}, folds, width)
-    return Layout("; ".join(parts), kept, [heads[name] for name in kept], widths, left_out)
+    title = _title(table, in_title, width)
+    return Layout(title, kept, [heads[name] for name in kept], widths, left_out)
+
+
+def _title(table: Table, shared: Sequence[str], width: int) -> str:
+    """Return a table's title and details with what all rows share, in two lines if one is too long.
+
+    The first line is then the title alone. It may be wider than `width`, and so may the other one.
+    """
+    more = "; ".join(filter(None, (table.details, *shared)))
+    line = f"{table.title}{', ' if table.details else '; '}{more}" if more else table.title
+    return line if cell_len(line) <= width or not more else f"{table.title}\n{more}"
 
 
 def _width(text: str) -> int:

@@ -23,6 +23,7 @@ class Table:
     rows: list[list[str]]
     marks: list[str]
     spare: tuple[str, ...] = ()  # columns that narrow terminals leave out, the first one first
+    details: str = ""  # of the title, which take a line of their own where both are too long
 
     def column(self, name: str) -> list[str]:
         """Return the cells of a column; empty ones if the table does not have it."""
@@ -69,7 +70,11 @@ def by_setting(table: Table) -> list[Table]:
 
 def used_words(legend: Mapping[str, str], tables: Sequence[Table]) -> dict[str, str]:
     """Return the entries of a legend whose words occur in the tables, or in such an entry above."""
-    rows = (row for table in tables for row in ([table.title], table.columns, *table.rows))
+    rows = (
+        row
+        for table in tables
+        for row in ([table.title, table.details], table.columns, *table.rows)
+    )
     texts = [text for row in rows for text in row]
     used = {}
     for word, meaning in legend.items():

@@ -48,8 +48,8 @@ def print_evaluation(rows: Sequence[Row], console: Console | None = None) -> Non
     results = []
     for label, table in zip(by_condition(shown), result_tables(shown), strict=True):
         title = f"{first.target} on benchmark {first.benchmark}: {label}"
-        title += f", {text.prompts_label(shown[0])}, {first.dtype}, {threads}"
-        results.append(dataclasses.replace(table, title=title))
+        details = f"{text.prompts_label(shown[0])}, {first.dtype}, {threads}"
+        results.append(dataclasses.replace(table, title=title, details=details))
     tables = [*results, answers_table(named), losses_table(named), predictions_table(named)]
     tables.append(budgets_table(shown))
     notes = [*text.doubts(named), *text.calibrated_elsewhere(named)]

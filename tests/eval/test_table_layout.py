@@ -78,6 +78,15 @@ def test_the_least_important_columns_go_first() -> None:
     assert "output: equal" in layouts[0].title
 
 
+def test_a_long_title_takes_a_second_line_for_what_its_rows_share() -> None:
+    named = dataclasses.replace(table(), title="Title " * 8 + "end", details="9 prompts, 1 thread")
+    layout = fit(named, 80)
+    assert layout.title.split("\n") == [named.title, "9 prompts, 1 thread; output: equal"]
+    assert [line.rstrip() for line in printed(80, [named])[1:3]] == layout.title.split("\n")
+    short = fit(dataclasses.replace(named, title="Title"), 80)
+    assert short.title == "Title, 9 prompts, 1 thread; output: equal", "control"
+
+
 def test_texts_are_folded_before_any_column_goes() -> None:
     natural = fit(table(), 1000)
     folded = fit(table(), natural.width - 60)
