@@ -53,6 +53,7 @@ from jobs.run_files import read_journal_lines
 from jobs.run_folder import RunFolder, hardware
 
 ROWS, OUTPUTS, TOTALS = "replay.jsonl", "replays.jsonl", "totals"
+NOTES = "notes"  # on what was read of the log, among the manifest's metrics
 MOST_DRAFTED = 4096
 
 
@@ -74,11 +75,10 @@ def run(cfg: ReplayConfig) -> Path:
             f"{folder.path} is finished; nothing is replayed again. Delete it, or set another "
             f"output_dir=, to replay again."
         )
-        warnings: list[str] = []
         rows = read_rows(rows_file)
     else:
-        rows, warnings = _replay(cfg, folder)
-    notes = [*warnings, *claims(rows[0])]
+        rows = _replay(cfg, folder)
+    notes = [*folder.manifest["metrics"].get(NOTES, []), *claims(rows[0])]
     print_tables([replay_table(rows)], context_notes(rows), notes, text.REPLAY_LEGEND, None)
     print(f"\nrows: {rows_file}\nrounds of every output: {outputs_file}")
     return folder.path
@@ -108,8 +108,8 @@ def check(cfg: ReplayConfig) -> None:
     drafter_list.check_entries(cfg.drafters)
 
 
-def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list[str]]:
-    """Replay all drafters and write all files; return the rows, and notes on what was read."""
+def _replay(cfg: ReplayConfig, folder: RunFolder) -> list[ReplayRow]:
+    """Replay all drafters and write all files, the manifest with its notes too; return the rows."""
     mappings, uses = describe_drafters(cfg)
     logged, vocab_size, stops = read_texts(cfg)
     drafters = drafter_list.build(mappings, uses, resolve_model(cfg.target.path, weights=False))
@@ -141,8 +141,8 @@ def _replay(cfg: ReplayConfig, folder: RunFolder) -> tuple[list[ReplayRow], list
     write_text(folder.path / OUTPUTS, _lines(outputs))
     write_text(folder.path / ROWS, _lines(rows))
     metrics = {f"{row.drafter}, gamma {row.num_draft_tokens}": row.tau for row in rows}
-    folder.write_manifest(inputs, {"tau": metrics}, finished=True)
-    return rows, describe(logged)
+    folder.write_manifest(inputs, {"tau": metrics, NOTES: describe(logged)}, finished=True)
+    return rows
 
 
 def describe_drafters(

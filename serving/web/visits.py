@@ -3,9 +3,9 @@
 import itertools
 import threading
 
-# A client that begins a run and never asks for it leaves its entry; beyond this number of sessions
-# the run that was begun the longest ago is stopped and forgotten.
-MOST_SESSIONS = 10_000
+# A client that begins a run and never asks for it leaves its entry; beyond this number of them the
+# one that was begun the longest ago is forgotten.
+MOST_UNASKED = 10_000
 
 
 class Visits:
@@ -15,15 +15,17 @@ class Visits:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._runs: dict[str, tuple[int, threading.Event]] = {}
+        self._unasked: dict[str, None] = {}  # sessions whose run was begun and no more, in order
 
     def begin(self, session: str) -> int:
         """Register a new run and return its number; an earlier run of the session is stopped."""
         with self._lock:
             self._drop(session)
-            if len(self._runs) == MOST_SESSIONS:
-                self._drop(next(iter(self._runs)))
+            if len(self._unasked) == MOST_UNASKED:
+                self._drop(next(iter(self._unasked)))
             number = next(self._numbers)
             self._runs[session] = number, threading.Event()
+            self._unasked[session] = None
             return number
 
     def stop_of(self, session: str, number: object) -> threading.Event:
@@ -33,6 +35,7 @@ class Visits:
         """
         with self._lock:
             if session in self._runs and self._runs[session][0] == number:
+                self._unasked.pop(session, None)
                 return self._runs[session][1]
         over = threading.Event()
         over.set()
@@ -53,6 +56,7 @@ class Visits:
         with self._lock:
             if session in self._runs and self._runs[session][0] == number:
                 del self._runs[session]
+                self._unasked.pop(session, None)
 
     def _stop(self, session: str) -> None:
         if session in self._runs:
@@ -61,6 +65,7 @@ class Visits:
     def _drop(self, session: str) -> None:
         self._stop(session)
         self._runs.pop(session, None)
+        self._unasked.pop(session, None)
 
     def __len__(self) -> int:
         return len(self._runs)

@@ -186,6 +186,20 @@ def test_a_finished_replay_is_kept(evaluated: Path, capsys: pytest.CaptureFixtur
         run(config(evaluated, "twice", num_draft_tokens=[2], write_totals=True))
 
 
+def test_a_finished_replay_says_again_what_it_left_out(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    texts = [{"prompt": "a b", "output": "c d e"}, {"prompt": "a b", "output": ""}]
+    log.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    asked = config(evaluated, str(tmp_path / "left"), log=str(log))
+    printed = []
+    for _ in range(2):
+        run(asked)
+        printed.append(" ".join(capsys.readouterr().out.split()))
+    assert [text.count("left out") for text in printed] == [1, 1]
+
+
 def test_names_that_differ_in_spaces_alone_have_files_of_their_own(evaluated: Path) -> None:
     names = ["a b", "a/b", "a_b", "a_b_2"]
     drafters = [{"use": "prompt_lookup", "name": name} for name in names]

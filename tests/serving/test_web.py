@@ -344,15 +344,17 @@ def test_a_run_that_waited_is_over_once_another_is_begun():
 
 
 def test_runs_that_are_begun_and_never_asked_for_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("serving.web.visits.MOST_SESSIONS", 3)
+    monkeypatch.setattr("serving.web.visits.MOST_UNASKED", 2)
     visits = Visits()
-    numbers = {name: visits.begin(name) for name in ("a", "b", "c")}
+    asked = visits.stop_of("asked", visits.begin("asked"))
+    numbers = {name: visits.begin(name) for name in ("a", "b")}
     numbers["a"] = visits.begin("a")  # again, which takes no other session's place
-    stops = {name: visits.stop_of(name, numbers[name]) for name in numbers}
-    assert len(visits) == 3 and not any(stop.is_set() for stop in stops.values())
-    visits.begin("d")
-    assert len(visits) == 3 and [name for name in stops if stops[name].is_set()] == ["b"]
-    assert visits.stop_of("b", numbers["b"]).is_set()
+    assert len(visits) == 3
+    for name in ("c", "d"):
+        numbers[name] = visits.begin(name)
+    assert len(visits) == 3 and not asked.is_set(), "a run that decodes or waits keeps its place"
+    gone = [name for name, number in numbers.items() if visits.stop_of(name, number).is_set()]
+    assert gone == ["a", "b"]
 
 
 # Bad input ----------------------------------------------------------------------------------
