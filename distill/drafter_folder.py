@@ -11,7 +11,7 @@ from decoding.models.folder import CARD, read_json
 from jobs.paths import name_anywhere
 from training import drafter_folder
 from training.drafter_folder import Provenance, figures_on_card, tokenizer_on_card, training_on_card
-from training.model_card import OURS, TRANSFORMERS, front_matter
+from training.model_card import NOT_RUN, OURS, TRANSFORMERS, front_matter
 from training.models.shapes import WIDTHS
 
 # Draft length in generation_config.json and launch lines if no costs were measured. The best one
@@ -94,16 +94,17 @@ def describe_vocabulary(card: dict[str, Any]) -> str:
         return ""
     return (
         f"It proposes {vocabulary['size']:,} of the target's {card['shape']['vocab_size']:,} "
-        f"tokens (`ids` in `drafter_card.json`), which only Shallow Draft reads.\n\n"
+        f"tokens (`ids` in `drafter_card.json`). Only Shallow Draft loads such a folder.\n\n"
     )
 
 
 # How each launch line was tested, for a drafter's README.
 TESTED = {
-    "Hugging Face": "a test runs these lines",
-    "vLLM": "a test runs this line with vLLM 0.32 on a CPU",
-    "SGLang": "by form, not run",
-    "TensorRT-LLM": "by form, not run",
+    "Shallow Draft": "a test runs these lines",
+    "Hugging Face": "a test of Shallow Draft runs these lines",
+    "vLLM": "a test of Shallow Draft runs this line with vLLM 0.32 on a CPU",
+    "SGLang": NOT_RUN,
+    "TensorRT-LLM": NOT_RUN,
 }
 
 
@@ -116,11 +117,18 @@ def launch_lines(target: str, draft_tokens: int, parallel: bool = False) -> dict
     speculative = {"method": "draft_model", "model": ".", "num_speculative_tokens": draft_tokens}
     vllm = json.dumps(speculative | ({"parallel_drafting": True} if parallel else {}))
     quoted = shlex.quote(target)
+    named = json.dumps(target, ensure_ascii=False)
     return {
+        "Shallow Draft": f"""```python
+from decoding import generate, load
+
+engine = load({named}, ".")
+print(generate(engine, "Once upon a time", max_new_tokens=64).text)
+```""",
         "Hugging Face": f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-target = AutoModelForCausalLM.from_pretrained({json.dumps(target, ensure_ascii=False)})
+target = AutoModelForCausalLM.from_pretrained({named})
 drafter = AutoModelForCausalLM.from_pretrained(".")  # with its draft length
 tokenizer = AutoTokenizer.from_pretrained(".")
 inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
@@ -162,17 +170,17 @@ python scripts/full_vocabulary.py FOLDER COPY
 
 
 def describe_running(card: dict[str, Any]) -> str:
-    """Return the README's section on running a drafter in other engines."""
-    if card.get("draft_vocabulary"):
-        return _COPY
+    """Return the README's section on running a drafter."""
     target, parallel = name_anywhere(card["target"]), bool(card.get("parallel_drafting"))
-    tested = TESTED | ({"vLLM": "by form, not run"} if parallel else {})
-    blocks = "\n\n".join(
+    tested = TESTED | ({"vLLM": NOT_RUN} if parallel else {})
+    blocks = [
         f"**{engine}** ({tested[engine]})\n\n{block}"
         for engine, block in launch_lines(target, card["num_draft_tokens"], parallel).items()
-    )
+    ]
+    if card.get("draft_vocabulary"):
+        blocks = [blocks[0], _COPY]
     moved = "" if target == card["target"] and not Path(target).is_absolute() else MOVED
-    return f"Run these lines in this folder, which they name `.`.{moved}\n\n{blocks}"
+    return "\n\n".join((f"Run these lines in this folder, which they name `.`.{moved}", *blocks))
 
 
 def format_readme(card: dict[str, Any]) -> str:

@@ -39,6 +39,12 @@ _WHY_UNRELIABLE = (
     "than its parts"
 )
 
+# figures whose names alone do not explain them
+_IN_WORDS = {
+    "coverage": "the target's probability of its vocabulary",
+    "drafted_tokens": "share of the target's tokens in it",
+}
+
 _PREDICTED = "predicted_"  # begins the names of predicted figures
 
 # transformers' assisted generation would vary the draft length
@@ -315,7 +321,7 @@ def figures_on_card(card: dict[str, Any]) -> str:
     found: list[str] = []
     predicted: list[str] = []
     for key, value in shown.items():
-        words = key.removeprefix(_PREDICTED).replace("_", " ")
+        words = _IN_WORDS.get(key, key.removeprefix(_PREDICTED).replace("_", " "))
         (predicted if key.startswith(_PREDICTED) else found).append(f"{words} {value}")
     if shown and temperature is not None:
         found.append(f"texts at temperature {temperature:g}")

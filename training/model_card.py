@@ -14,6 +14,7 @@ from training.data.hugging_face import PREFIX, parse_source
 UNKNOWN = "unknown"  # the Hub's identifier of a licence that nobody states
 # libraries that load a folder, as the Hub names them
 TRANSFORMERS, OURS = "transformers", "shallow-draft"
+NOT_RUN = "not run; written from its documentation"  # of an engine's launch line
 _FRONT = re.compile(r"\A---\n(.*?\n)---\n", re.DOTALL)
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 # the Hub's identifier of a licence -> words at the beginning of its text, in lower case

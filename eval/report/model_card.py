@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,15 @@ from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from eval.report import evaluation_plots, plots
 from eval.report.evaluation_tables import by_condition, result_cells
-from eval.report.text import count_label, drafter_name, prompts_label, warnings
-from eval.statistics.comparison.evaluations import Evaluation, labels_of, read_evaluation
+from eval.report.tables import make_table, used_words
+from eval.report.text import LEGEND, count_label, drafter_name, prompts_label, warnings
+from eval.statistics.comparison.evaluations import JOB, Evaluation, labels_of, read_evaluation
 from eval.statistics.metrics import MIN_PROMPTS
 from eval.statistics.schema import Row, main_rows, read_rows
 from jobs.drafters import CONTROL
+from jobs.overrides import overrides_of
+from jobs.saved_config import upgrade_config
+from jobs.stages import ON_FILE
 from training.model_card import read_front_matter
 
 README = "README.md"
@@ -27,6 +32,8 @@ FIGURES = "figures"  # folder of the plots in the repository
 _MEASURED_SECTION = re.compile(r"\n## Measured\n.*?(?=\n## |\Z)", re.DOTALL)
 # columns of the table, from those of an evaluation's page
 _COLUMNS = ("speedup [95 %]", "not looping", "gamma", "alpha", "tau", "c", "output")
+# settings that do not change the figures of a run
+_ELSEWHERE = ("experiment", "output_dir", "assumed_tflops", "tracker", "target.config")
 _METRICS = {"speedup": "speedup", "acceptance rate": "alpha", "block efficiency": "tau"}
 
 
@@ -66,7 +73,7 @@ def make_card(
     for one in measured:
         made = _figures(one, len(figures))
         figures |= {name: plot.png for name, plot in made.items()}
-        sections.append(_section(one, made))
+        sections.append(_section(one, made, with_terms=not sections))
     if measured:
         name = str(front.get("model_name") or _title(body) or folder.name)
         results = [
@@ -137,38 +144,66 @@ def _figures(one: _Measured, before: int) -> dict[str, plots.Plot]:
     return {f"{FIGURES}/{before + n}.png": plot for n, plot in enumerate(drawn, start=1)}
 
 
-def _section(one: _Measured, figures: dict[str, plots.Plot]) -> str:
-    """Return the Markdown of one run: what was measured, its table, its plots and its command."""
-    first = one.shown[0]
+def _section(one: _Measured, figures: dict[str, plots.Plot], with_terms: bool) -> str:
+    """Return the Markdown of one run: what was measured, its table, its plots and its command.
+
+    with_terms: explain the columns below the table.
+    """
     columns = ("drafter", "setting", *_COLUMNS)
     listed = [row for rows in by_condition([*one.shown, *one.controls]).values() for row in rows]
     cells = [result_cells(row) | {"setting": row.condition_label} for row in listed]
+    terms = used_words(LEGEND, [make_table("", cells)]) if with_terms else {}
+    lines = [
+        *(f"**{warning}**\n" for warning in _doubts(listed)),
+        _conditions(one),
+        "",
+        _line(columns),
+        _line(["---"] * len(columns)),
+        *(_line([row[name] for name in columns]) for row in cells),
+        "",
+        *(f"- `{word}`: {meaning}" for word, meaning in terms.items()),
+        *([""] if terms else []),
+        *(f"![{plot.title}]({name})\n\n{plot.caption}\n" for name, plot in figures.items()),
+        "The command of this measurement:",
+        "",
+        f"```bash\n{_command(one.evaluation)}\n```",
+    ]
+    return "\n".join(lines)
+
+
+def _conditions(one: _Measured) -> str:
+    """Return a paragraph on what was measured, where, and beside what."""
+    first = one.shown[0]
+    paces = [
+        f"{rows[0].baseline_tokens_per_second:.1f} tokens/s ({label})"
+        for label, rows in by_condition(one.shown).items()
+    ]
     control = (
         f"{CONTROL} is the control of the same run: it copies from the text and has no model."
         if one.controls
         else f"The run has no control row of {CONTROL}, so it does not show how much of the "
         f"speedup copying from the text would give."
     )
-    lines = [
-        *(f"**{warning}**\n" for warning in _doubts(listed)),
+    return (
         f"Benchmark {first.benchmark}, {prompts_label(first)}, up to {first.max_new_tokens} new "
         f"tokens each, in {first.dtype} on {first.hardware} with "
-        f"{count_label(first.threads, 'thread')}. The speedup is over autoregressive decoding in "
-        f"the same loop ({first.baseline_tokens_per_second:.1f} tokens/s, {first.condition_label}),"
-        f" interleaved with the drafter; alpha is the acceptance rate, tau the tokens for each "
-        f"forward of the target, c the cost of a draft step over that of a target's step. "
-        f"{control}",
-        "",
-        _line(columns),
-        _line(["---"] * len(columns)),
-        *(_line([row[name] for name in columns]) for row in cells),
-        "",
-        *(f"![{plot.title}]({name})\n\n{plot.caption}\n" for name, plot in figures.items()),
-        "The command of this measurement:",
-        "",
-        f"```bash\n{without_folders(one.evaluation.manifest['command'])}\n```",
-    ]
-    return "\n".join(lines)
+        f"{count_label(first.threads, 'thread')}. Without a drafter, the same loop decodes "
+        f"{' and '.join(paces)}. {control}"
+    )
+
+
+def _command(evaluation: Evaluation) -> str:
+    """Return the command of a run, without folders of this machine.
+
+    The settings of a stage of an experiment lie in a file, and are written as overrides instead.
+    """
+    command = str(evaluation.manifest["command"])
+    if ON_FILE in shlex.split(command):
+        overrides = overrides_of(JOB, upgrade_config(evaluation.config))
+        hidden = tuple(f"{key}{end}" for key in _ELSEWHERE for end in ".=")
+        shown = [one for one in overrides if not one.lstrip("+").startswith(hidden)]
+        command = shlex.join(["python", "-m", JOB, *shown])
+    return without_folders(command)
 
 
 def without_folders(text: str) -> str:

@@ -14,9 +14,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decoding import generate, load
 from distill.drafter_folder import write_card
+from jobs.job import CONF
 from tests.support.vllm_server import code_block
 from training.drafter_folder import Provenance
+
+ROOT = CONF.parent
 
 
 @pytest.fixture
@@ -111,22 +115,35 @@ def test_the_lines_for_tensorrt_llm_write_its_configuration(
     }
 
 
-@pytest.mark.long
-def test_the_lines_for_hugging_face_run_as_printed(drafter: Path, embedded_target: Path):
-    readme = write_readme(drafter, "embedded:target", embedded_target)
+def run_block(readme: Path, engine: str) -> str:
+    """Run a README's Python lines in its folder, and return what they print."""
     done = subprocess.run(
-        [sys.executable, "-c", code_block(readme, "Hugging Face")],
-        cwd=drafter,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        [sys.executable, "-c", code_block(readme, engine)],
+        cwd=readme.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT) if engine == "Shallow Draft" else ""},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_lines_for_shallow_draft_run_as_printed(drafter: Path, embedded_target: Path):
+    readme = write_readme(drafter, "embedded:target", embedded_target)
+    plain = generate(load(embedded_target), "Once upon a time", max_new_tokens=64)
+    assert run_block(readme, "Shallow Draft") == plain.text + "\n"
+
+
+@pytest.mark.long
+def test_the_lines_for_hugging_face_run_as_printed(drafter: Path, embedded_target: Path):
+    readme = write_readme(drafter, "embedded:target", embedded_target)
+    printed = run_block(readme, "Hugging Face")
     target = AutoModelForCausalLM.from_pretrained(embedded_target)
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
     plain = target.generate(ids, max_new_tokens=64)[0]
     text = tokenizer.decode(plain, skip_special_tokens=True)
     # In bfloat16 a near tie may come out either way, which the first tokens are not.
-    assert done.stdout.startswith(text[: len(text) // 4]), (done.stdout, text)
+    assert printed.startswith(text[: len(text) // 4]), (printed, text)
     assert not torch.equal(plain, ids[0])

@@ -15,6 +15,7 @@ from tests.heads import law_6
 from tests.heads.published import config_of, saved
 from training.drafter_folder import Provenance
 from training.heads.folder import write_card
+from training.model_card import NOT_RUN
 
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 
@@ -37,24 +38,24 @@ def exported(tmp_path: Path, layout: str, name: str, /, target: bool = False, **
 @pytest.mark.parametrize(
     ("layout", "name", "fields", "expected"),
     [
-        ("served", "eagle3", {}, {VLLM: "run", SGLANG: "by form, not run"}),
+        ("served", "eagle3", {}, {VLLM: "run", SGLANG: NOT_RUN}),
         ("speculators", "eagle3", {}, {VLLM: "run"}),
-        ("specforge", "eagle3", {}, {SGLANG: "by form, not run"}),
+        ("specforge", "eagle3", {}, {SGLANG: NOT_RUN}),
         ("speculators", "eagle3", {"taps": (1, 3)}, {}),
         ("served", "p_eagle", {}, {VLLM: "run"}),
-        ("speculators", "p_eagle", {"fc_norm": False}, {VLLM: "by form, not run"}),
+        ("speculators", "p_eagle", {"fc_norm": False}, {VLLM: NOT_RUN}),
         ("speculators", "p_eagle", {}, {}),
         ("specforge", "p_eagle", {"fc_norm": False}, {}),
-        ("served", "eagle1", {}, {VLLM: "run", SGLANG: "by form, not run"}),
-        ("served", "eagle1 with a bias", {}, {SGLANG: "by form, not run"}),
+        ("served", "eagle1", {}, {VLLM: "run", SGLANG: NOT_RUN}),
+        ("served", "eagle1 with a bias", {}, {SGLANG: NOT_RUN}),
         ("vllm", "medusa", {}, {VLLM: "run"}),
         ("vllm", "medusa", {"draft_vocab_size": 20}, {}),
         ("original", "medusa", {}, {}),
         ("vllm", "medusa with a shared projection", {}, {}),
         ("vllm", "medusa", {"shared": True}, {VLLM: "run"}),
-        ("served", "dflash", {}, {VLLM: "run", SGLANG: "by form, not run"}),
+        ("served", "dflash", {}, {VLLM: "run", SGLANG: NOT_RUN}),
         ("served", "dflash", {"layout": "anchor_first"}, {}),
-        ("deepspec", "dspark", {}, {VLLM: "by form, not run", SGLANG: "by form, not run"}),
+        ("deepspec", "dspark", {}, {VLLM: NOT_RUN, SGLANG: NOT_RUN}),
         ("served", "domino", {}, {}),
     ],
     ids=str,
@@ -116,10 +117,10 @@ def test_a_command_needs_the_rows_that_the_server_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("eagle3", {VLLM: "run", SGLANG: "by form, not run"}),
+        ("eagle3", {VLLM: "run", SGLANG: NOT_RUN}),
         ("p_eagle", {VLLM: "run"}),
         ("medusa", {VLLM: "run"}),
-        ("dflash", {VLLM: "run", SGLANG: "by form, not run"}),
+        ("dflash", {VLLM: "run", SGLANG: NOT_RUN}),
         ("dflash with a draft vocabulary", {}),
         ("domino", {}),
         ("early exit", {}),

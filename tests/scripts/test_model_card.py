@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from distill.drafter_folder import format_readme
 from eval.report.plots import Plot
 from eval.statistics.schema import read_rows, write_rows
 from jobs.drafters import CONTROL
+from jobs.saved_config import read_config
 from scripts import push_to_hub
 from scripts.model_card import Options, run
 from tests.support import simulated_runs
+from tests.support.configurations import configuration
 from tests.support.simulated_comparisons import SHALLOW
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "distill.train" / "finished" / "drafter"
@@ -114,6 +117,33 @@ def test_prompt_lookup_is_the_control_row_of_each_setting(folder: Path, tmp_path
     write_rows(path / "results.jsonl", [row for row in rows if row.drafter != CONTROL])
     text = filled(folder, path).text
     assert f"| {CONTROL}" not in text and f"no control row of {CONTROL}" in text, "control"
+
+
+@pytest.mark.usefixtures("_without_drawing")
+def test_columns_are_explained_once(folder: Path, tmp_path: Path) -> None:
+    runs = [measured(folder, tmp_path / name / "run") for name in ("one", "two")]
+    text = filled(folder, *runs).text
+    heads = re.findall(r"^\| drafter \| setting \| (.+) \|$", text, re.M)
+    assert len(heads) == 2
+    for column in heads[0].split(" | "):
+        assert text.count(f"\n- `{column.removesuffix(' [95 %]')}`: ") == 1, column
+
+
+@pytest.mark.usefixtures("_without_drawing")
+def test_the_command_of_a_stage_is_written_without_its_file(folder: Path, tmp_path: Path) -> None:
+    path = measured(folder, tmp_path / "run")
+    manifest = read_json(path / "manifest.json")
+    as_given, of_stage = (f"python -m eval.run {words}" for words in ("a=b", "--config-file c"))
+    for command in (as_given, of_stage):
+        (path / "manifest.json").write_text(json.dumps(manifest | {"command": command}))
+        [written] = re.findall(
+            r"^```bash\n(python -m eval.run.*)\n```$", filled(folder, path).text, re.M
+        )
+        assert (written == as_given) == (command == as_given)
+    assert "--config-file" not in written and "drafters=" in written
+    config = configuration("eval.run", *shlex.split(written)[3:])
+    saved = read_config(path / "config.yaml", "")
+    assert config.max_prompts == saved["max_prompts"]
 
 
 @pytest.mark.usefixtures("_without_drawing")

@@ -22,7 +22,7 @@ from training.drafter_folder import (
 from training.heads.checkpoint import config_text, save_head
 from training.heads.kind import HeadKind
 from training.heads.published import Server
-from training.model_card import OURS, front_matter
+from training.model_card import NOT_RUN, OURS, front_matter
 
 
 def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
@@ -93,7 +93,7 @@ def launch_blocks(
         served = server.launch_of(target, layout, shape, card["num_draft_tokens"] or 0)
         loads = not server.lacks(tensors, shape) and not server.misread_layers(values, shape)
         if served is not None and loads:
-            tested = "run" if served.was_run else "by form, not run"
+            tested = "run" if served.was_run else NOT_RUN
             blocks.append((server.name, tested, served.command))
     return "\n\n".join(
         f"**{name}** ({tested})\n\n```bash\n{command}\n```" for name, tested, command in blocks
