@@ -22,8 +22,7 @@ def overrides_of(job: str, config: Mapping[str, Any]) -> list[str]:
 
     config: plain values of the job's fields, as in a run folder's config.yaml.
     """
-    defaults = OmegaConf.to_container(compose_job(job, schema_of(job), []), resolve=True)
-    assert isinstance(defaults, dict)
+    defaults: Any = OmegaConf.to_container(compose_job(job, schema_of(job), []), resolve=True)
     return [f"{key}={text}" for key, text in _differences(config, defaults, "")]
 
 

@@ -69,7 +69,7 @@ def make_card(
     if license_name:
         front = {key: value for key, value in front.items() if not key.startswith("license_")}
         front["license"] = license_name
-    sections, figures = [], dict[str, bytes]()
+    sections, figures = list[str](), dict[str, bytes]()
     for one in measured:
         made = _figures(one, len(figures))
         figures |= {name: plot.png for name, plot in made.items()}
