@@ -316,8 +316,9 @@ def main() -> None:
     common.write_result(f"{chosen.name}.answers.json", json.dumps(answers))
     for plot in plots(rows, PLAIN):
         write_bytes(common.RESULTS / f"{chosen.name}.{plot.name}.png", plot.png)
-    pays = {name: where_it_pays(rows, name) for name in [*sides, *chosen.urls] if name != PLAIN}
-    notes = left_out(chosen.requests)
+    names = [name for name in [*sides, *chosen.urls] if name != PLAIN]
+    pays = {name: where_it_pays(rows, name) for name in names} if chosen.passes > 1 else {}
+    notes = left_out(chosen.requests, chosen.passes)
     common.save(
         chosen.name, chosen, {"drafters": figures, "pays": pays, "notes": notes, "rates": rows}
     )

@@ -35,13 +35,15 @@ def percentiles(values: Sequence[float], requests: int) -> dict[str, float]:
     }
 
 
-def left_out(requests: int) -> list[str]:
-    """Return sentences on the percentiles that so few requests a rate do not show."""
-    return [
+def left_out(requests: int, passes: int) -> list[str]:
+    """Return sentences on what so few requests a rate, or so few passes, do not show."""
+    lacking = [
         f"p{p} is left out: a rate has {requests} requests, and p{p} needs at least {least}."
         for p, least in PERCENTILES.items()
         if requests < least
     ]
+    drift = "`pays` is left out: the intervals of one pass lack the drift of the machine's speed."
+    return lacking if passes > 1 else [*lacking, drift]
 
 
 def summary(found: Passes, times: Sequence[float], plain: Passes) -> dict[str, Any]:

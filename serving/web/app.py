@@ -14,7 +14,7 @@ from serving.web.config import WebConfig
 from serving.web.demo import HOTTEST, Ask, Demo
 from serving.web.limits import Limits
 from serving.web.models import SCHEDULES
-from serving.web.page import IDLE, WAITING, empty_html, race_html
+from serving.web.page import IDLE, STOPPED, WAITING, empty_html, race_html
 from serving.web.visits import Visits
 
 STYLE = Path(__file__).with_name("page.css").read_text()
@@ -87,14 +87,17 @@ class Calls:
         return self.visits.begin(str(request.session_hash))
 
     def run(self, request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
-        """Yield the panes of a run; nothing is decoded if its visitor has begun another."""
-        session = str(request.session_hash)
+        """Yield the panes of a run; nothing is decoded if it was stopped before its turn."""
+        session, panes = str(request.session_hash), ""
         stop = self.visits.stop_of(session, number)
         yield empty_html(WAITING)
         try:
             with shown_errors():
                 for state in self.demo.answer(ask_of(*chosen), stop):
-                    yield race_html(state)
+                    panes = race_html(state)
+                    yield panes
+            if not panes:
+                yield empty_html(STOPPED)
         finally:
             stop.set()
             self.visits.end(session, number)

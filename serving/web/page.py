@@ -11,6 +11,7 @@ IDLE, WAITING, RUNNING, FINISHED, STOPPED = "idle", "waiting", "running", "finis
 BEFORE = {
     IDLE: "Type a prompt and run it.",
     WAITING: "Waiting: for the visitors before you, the prompt, or the first timing of a drafter.",
+    STOPPED: "Stopped before the first round. Run it again.",
 }
 LEGEND = (
     '<p class="sd-legend"><span class="sd-accepted">drafted and accepted</span> '
@@ -21,7 +22,10 @@ MOST_DEPTHS = 16  # bars
 
 
 def empty_html(status: str) -> str:
-    """Return empty panes: IDLE before a visitor's first run, WAITING before a run's first round."""
+    """Return empty panes, in a status of `BEFORE`.
+
+    IDLE: before a visitor's first run. WAITING: before a run's first round. STOPPED: it had none.
+    """
     return _race_html(RaceState(PaneState(), PaneState(), True), status, BEFORE[status])
 
 

@@ -3,8 +3,8 @@
 import itertools
 import threading
 
-# A client that begins a run and never asks for it leaves its entry; beyond this number of them the
-# one that was begun the longest ago is forgotten.
+# A client that begins a run and never asks for it leaves its entry. The page's queue asks for a run
+# when its turn comes; beyond this number of runs before theirs, the oldest is stopped.
 MOST_UNASKED = 10_000
 
 
@@ -15,7 +15,7 @@ class Visits:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._runs: dict[str, tuple[int, threading.Event]] = {}
-        self._unasked: dict[str, None] = {}  # sessions whose run was begun and no more, in order
+        self._unasked: dict[str, None] = {}  # sessions whose run's turn has not come, in order
 
     def begin(self, session: str) -> int:
         """Register a new run and return its number; an earlier run of the session is stopped."""

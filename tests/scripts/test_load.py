@@ -46,8 +46,10 @@ def test_percentiles_are_measured_values() -> None:
 def test_a_percentile_that_few_requests_do_not_show_is_left_out_and_named() -> None:
     three_passes = range(1, 97)
     assert percentiles(three_passes, 32).keys() == {"p50", "p90"}, "p99 would be the slowest one's"
-    assert left_out(32) == ["p99 is left out: a rate has 32 requests, and p99 needs at least 100."]
-    assert left_out(100) == []
+    lacking = "p99 is left out: a rate has 32 requests, and p99 needs at least 100."
+    assert left_out(32, 2) == [lacking] and left_out(100, 2) == []
+    (drift,) = left_out(100, 1)
+    assert drift.startswith("`pays` is left out: the intervals of one pass lack the drift")
 
 
 def test_a_summary_counts_from_the_arrivals() -> None:

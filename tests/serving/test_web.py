@@ -352,7 +352,7 @@ def test_runs_that_are_begun_and_never_asked_for_are_bounded(monkeypatch: pytest
     assert len(visits) == 3
     for name in ("c", "d"):
         numbers[name] = visits.begin(name)
-    assert len(visits) == 3 and not asked.is_set(), "a run that decodes or waits keeps its place"
+    assert len(visits) == 3 and not asked.is_set(), "a run whose turn has come keeps its place"
     gone = [name for name, number in numbers.items() if visits.stop_of(name, number).is_set()]
     assert gone == ["a", "b"]
 

@@ -231,6 +231,19 @@ def test_a_run_that_waits_ends_when_its_visitor_begins_another(page: Page) -> No
     assert time.monotonic() - began < TOKENS * ROUND_S
 
 
+def test_a_run_that_was_stopped_before_its_turn_says_so(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forget a run that waits, as others have begun more than the page keeps."""
+    monkeypatch.setattr("serving.web.visits.MOST_UNASKED", 2)
+    waits = page.begin(GOOD, "waits")
+    kept, _ = (page.begin(GOOD, session) for session in ("second", "third"))
+    for values, session, stopped in ((waits, "waits", True), (kept, "second", False)):
+        shown = json.dumps([one.get("output") for one in page.messages("run", values, session)])
+        assert ("Stopped before the first round. Run it again." in shown) == stopped
+        assert ("target forwards" in shown) != stopped
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("slow_rounds", "gradio")
 def test_visitors_see_their_place_and_the_queue_is_bounded(tiny_target: Path) -> None:
