@@ -100,7 +100,7 @@ def describe_vocabulary(card: dict[str, Any]) -> str:
 
 # How each launch line was tested, for a drafter's README.
 TESTED = {
-    "Shallow Draft": "a test runs these lines",
+    "Shallow Draft": "a test of Shallow Draft runs these lines",
     "Hugging Face": "a test of Shallow Draft runs these lines",
     "vLLM": "a test of Shallow Draft runs this line with vLLM 0.32 on a CPU",
     "SGLang": NOT_RUN,

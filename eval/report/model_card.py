@@ -151,7 +151,8 @@ def _section(one: _Measured, figures: dict[str, plots.Plot], with_terms: bool) -
     """
     columns = ("drafter", "setting", *_COLUMNS)
     listed = [row for rows in by_condition([*one.shown, *one.controls]).values() for row in rows]
-    cells = [result_cells(row) | {"setting": row.condition_label} for row in listed]
+    found = [result_cells(row) | {"setting": row.condition_label} for row in listed]
+    cells = [{name: row[name] for name in columns} for row in found]
     terms = used_words(LEGEND, [make_table("", cells)]) if with_terms else {}
     lines = [
         *(f"**{warning}**\n" for warning in _doubts(listed)),
@@ -159,7 +160,7 @@ def _section(one: _Measured, figures: dict[str, plots.Plot], with_terms: bool) -
         "",
         _line(columns),
         _line(["---"] * len(columns)),
-        *(_line([row[name] for name in columns]) for row in cells),
+        *(_line(list(row.values())) for row in cells),
         "",
         *(f"- `{word}`: {meaning}" for word, meaning in terms.items()),
         *([""] if terms else []),

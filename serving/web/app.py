@@ -64,7 +64,7 @@ def make_page(demo: Demo, cfg: WebConfig, visits: Visits) -> gr.Blocks:
         # in the queue, whose errors are shown, but without waiting for the runs in it
         at_once: dict[str, Any] = {**apart, "queue": True, "concurrency_limit": None}
         pressed = [run_button.click, prompt.submit]
-        begun = gr.on(pressed, calls.begin, chosen, number, **at_once)
+        begun = gr.on(pressed, calls.begin, chosen, [number, panes], **at_once)
         # by default Gradio ignores a run that is begun while another one waits or decodes
         alone: dict[str, Any] = {"concurrency_limit": 1, "trigger_mode": "multiple"}
         alone |= {"api_visibility": "private", "preprocess": False}
@@ -80,23 +80,22 @@ class Calls:
     def __init__(self, demo: Demo, visits: Visits) -> None:
         self.demo, self.visits = demo, visits
 
-    def begin(self, request: gr.Request, *chosen: Any) -> int:
-        """Check a visitor's choices, and return the number of the run that they begin."""
+    def begin(self, request: gr.Request, *chosen: Any) -> tuple[int, str]:
+        """Check a visitor's choices; return the number of the run that they begin, and its panes."""
         with shown_errors():
             self.demo.check(ask_of(*chosen))  # now, not after the visitors before
-        return self.visits.begin(str(request.session_hash))
+        return self.visits.begin(str(request.session_hash)), empty_html(WAITING)
 
     def run(self, request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
         """Yield the panes of a run; nothing is decoded if it was stopped before its turn."""
         session, panes = str(request.session_hash), ""
         stop = self.visits.stop_of(session, number)
-        yield empty_html(WAITING)
         try:
             with shown_errors():
                 for state in self.demo.answer(ask_of(*chosen), stop):
                     panes = race_html(state)
                     yield panes
-            if not panes:
+            if not panes and not self.visits.has_another(session, number):
                 yield empty_html(STOPPED)
         finally:
             stop.set()

@@ -41,6 +41,11 @@ class Visits:
         over.set()
         return over
 
+    def has_another(self, session: str, number: object) -> bool:
+        """Return whether the session has begun another run than this one, which has not ended."""
+        with self._lock:
+            return session in self._runs and self._runs[session][0] != number
+
     def stop(self, session: str) -> None:
         """Stop the session's run, whether it decodes or waits for its turn."""
         with self._lock:

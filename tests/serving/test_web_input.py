@@ -52,7 +52,9 @@ class Page:
 
     def begin(self, data: list[Any], session: str) -> list[Any]:
         """Begin a run, and return the values with which the page then calls `run`."""
-        return [*self.call("begin", data, session)["output"]["data"], *data]
+        number, panes = self.call("begin", data, session)["output"]["data"]
+        assert 'data-status="waiting"' in panes
+        return [number, *data]
 
     def run(self, data: list[Any]) -> dict[str, Any]:
         """Begin a run and return its last message."""
@@ -228,6 +230,7 @@ def test_a_run_that_waits_ends_when_its_visitor_begins_another(page: Page) -> No
         if "output" in message:
             shown[message["event_id"] == stale] += json.dumps(message["output"])
     assert "target forwards" not in shown[True] and "target forwards" in shown[False]
+    assert "Stopped" not in shown[True], "the second run waits in the same panes"
     assert time.monotonic() - began < TOKENS * ROUND_S
 
 
