@@ -22,9 +22,12 @@ EVERY = 16  # draft length up to which every width is timed
 DEEP = RoundCosts(0.01, (1.0,))  # costs at which a planner always drafts to its limit
 LEAST_WINDOWS = 3  # minimum at which the median ignores one outlier
 # Limits on measuring again: windows in which other processes used the processors (factor on their
-# number and on their time), and costs with a negative rest of a round (times).
+# number and on their time), and costs that cannot be (times).
 MOST_FACTOR, ATTEMPTS = 2, 2
 NEGATIVE = "a round took less time than its parts alone"
+# least time of a round with one drafted token over that of a round without, which does less
+CHEAPEST_ROUND = 0.9
+CHEAPER = "a round with a draft took less time than one without"
 
 
 def bind_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
@@ -76,8 +79,9 @@ def measure_costs(
     `windows` times and as long as `seconds` have not passed. After such a window none begins that
     would end after twice this time, if it took as long as the longest one: beside other processes
     a window takes many times as long, and more of them would not make the costs reliable. Costs
-    with a negative rest of a round are measured once more within `seconds`. Costs that remain
-    disturbed or negative are returned with the reason in `unreliable`.
+    that cannot be are measured once more within `seconds`: with a negative rest of a round, or a
+    round that a draft shortens. Costs that remain so, or disturbed, are returned with the reason in
+    `unreliable`.
 
     widths: numbers of new tokens at which the target is timed. context: committed tokens while the
     parts are timed, by default the prompt's length. A drafter with a frontier planner is measured
@@ -151,14 +155,18 @@ def _measure_windows(window: Window, most: int, seconds: float, least: int) -> l
     for _ in range(ATTEMPTS):
         windows = _collect(window, most, ends, latest, min(most, least))
         found = [combine_windows(of) for of in zip(*(costs for _, costs in windows), strict=True)]
-        if all(costs.overhead_ms >= 0 for costs in found) or perf_counter() >= ends:
+        if not any(map(_doubt, found)) or perf_counter() >= ends:
             break
     share = min(share for share, _ in windows)
     disturbed = "" if share >= UNDISTURBED else disturbance(share)
-    return [
-        replace(costs, unreliable=disturbed or (NEGATIVE if costs.overhead_ms < 0 else ""))
-        for costs in found
-    ]
+    return [replace(costs, unreliable=disturbed or _doubt(costs)) for costs in found]
+
+
+def _doubt(costs: RoundCosts) -> str:
+    """Return what cannot be true of measured costs, as a clause; "" if nothing is found."""
+    if costs.overhead_ms < 0:
+        return NEGATIVE
+    return CHEAPER if costs.round_ms(1, 1) < CHEAPEST_ROUND * costs.plain_ms else ""
 
 
 def _collect(

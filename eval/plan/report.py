@@ -24,7 +24,7 @@ from eval.report import text
 from eval.report.page import PAGES
 from eval.report.tables import Table, make_table, used_words
 from eval.report.terminal import print_tables
-from jobs.amounts import hours, operations, size
+from jobs.amounts import operations, size
 
 SPARE = ("memory", "parameters", "tokens/s")
 
@@ -174,7 +174,7 @@ def _nothing_concluded(rows: Sequence[PlanRow]) -> str:
 
 
 def _training_time(row: PlanRow, outlook: Outlook, config: PlanConfig) -> str:
-    time = hours(3600 * row.training_hours)
+    time = _duration(row.training_hours)
     if config.assumed_tflops:
         return f"{time} at {config.assumed_tflops:g} TFLOP/s"
     return f"at least {time} at the {outlook.tflops:.2g} TFLOP/s of this machine's matrix products"

@@ -12,6 +12,7 @@ import torch
 
 from decoding.costs.contention import UndisturbedClock
 from decoding.costs.measure import (
+    CHEAPER,
     CHEAPEST,
     NEGATIVE,
     SPARED,
@@ -22,6 +23,7 @@ from decoding.costs.measure import (
 from decoding.costs.timing import Parts, choose_threads, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import RoundCosts
+from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from tests.support.tiers import tiered
@@ -263,6 +265,26 @@ def test_a_negative_rest_of_a_round_is_measured_again(
     assert costs.target_ms(1) == pytest.approx(later_ms)
     assert (costs.overhead_ms < 0) == (later_ms == 3.0)
     assert costs.unreliable == (NEGATIVE if later_ms == 3.0 else "")
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.5])
+def test_a_round_that_a_draft_shortens_is_measured_again(
+    factor: float, clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check costs in which rounds without a draft are slower, by `factor`, than they can be."""
+
+    def slower(target: Any, drafter: Any, *given: Any) -> list[Generation]:
+        done = decode(target, drafter, *given)
+        for one in done:
+            one.decode_seconds *= factor if drafter is None else 1
+        return done
+
+    monkeypatch.setattr("decoding.costs.measure.decode", slower)
+    parts = SimulatedParts(clock, [0.9])
+    costs = parts.costs(monkeypatch)
+    assert costs.plain_ms == pytest.approx(factor)
+    assert costs.unreliable == (CHEAPER if factor == 1.5 else "")
+    assert parts.windows == (10 if factor == 1.5 else 5)
 
 
 def test_work_of_every_step_is_charged_to_steps(
