@@ -81,7 +81,7 @@ class Calls:
         self.demo, self.visits = demo, visits
 
     def begin(self, request: gr.Request, *chosen: Any) -> tuple[int, str]:
-        """Check a visitor's choices; return the number of the run that they begin, and its panes."""
+        """Check a visitor's choices; return the number and panes of the run that they begin."""
         with shown_errors():
             self.demo.check(ask_of(*chosen))  # now, not after the visitors before
         return self.visits.begin(str(request.session_hash)), empty_html(WAITING)

@@ -90,7 +90,6 @@ def test_a_fused_prompts_bits_do_not_depend_on_the_rows_beside(
     """Check parts narrow and wide enough for either kind of product, beside an eager control."""
     sizes = {"hidden_size": 96, "intermediate_size": 232}
     monkeypatch.setattr(fused, "WIDEST", 1000)
-    monkeypatch.setattr(fused, "WIDEST_PROMPT", 1000)
     for head_dim in (24, 32):
         made = hf_model("llama", head_dim=head_dim, **sizes)
         for dtype in (torch.float64, torch.bfloat16):
@@ -103,13 +102,12 @@ def test_a_fused_prompts_bits_do_not_depend_on_the_rows_beside(
 @pytest.mark.parametrize(("heads", "shared"), [(1, 1), (4, 2), (9, 3), (4, 4), (5, 5), (7, 7)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
 def test_prompts_are_read_as_exactly_as_by_the_eager_step(
-    heads: int, shared: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, shared: int, head_dim: int
 ) -> None:
     """Check every number of heads that share keys, against float64, in bfloat16.
 
     The control is the same prompts in other rows.
     """
-    monkeypatch.setattr(fused, "WIDEST_PROMPT", 1000)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // shared}
     made = hf_model("llama", hidden_size=12 * heads, head_dim=head_dim, **sizes)
     rounded = made.to(torch.bfloat16).to(torch.float64)

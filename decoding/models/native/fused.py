@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.models.native import library
 from decoding.models.native.library import Forward, load_library
-from decoding.models.native.linear import PlainLinear, multiplies_bfloat16
+from decoding.models.native.linear import PlainLinear
 from decoding.models.native.skips import KeptLayer
 from decoding.models.native.weights import Layer, Weights
 
@@ -32,13 +32,9 @@ SUM_DTYPES = {
 }
 CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 # New tokens in all rows of a fused forward; wider ones, such as prompts, run eagerly, where each
-# weight is used often enough for a library's matrix products. In bfloat16 only prompts do: near
-# ties are common, and drafted text would differ from plain text in large batches.
+# weight is used often enough for a library's matrix products. In bfloat16 none do: near ties are
+# common, and texts would depend on the rows beside them.
 WIDEST = 128
-# The same for prompts in bfloat16 on a processor that multiplies it in vectors, where PyTorch's
-# wide products are faster; in tile registers prompts of any length are read fused.
-WIDEST_PROMPT = 32
-TILE_INPUTS = 32  # terms of a product in tile registers, in which attention needs whole ones
 SLICE = 512  # most tokens of a call for wider chains and prompts, which bounds its buffers
 
 
@@ -116,18 +112,10 @@ class FusedForward:
         )  # fmt: skip
         # without hardware for it, PyTorch multiplies bfloat16 some five times as slowly
         self._widest = sys.maxsize if weights.dtype == torch.bfloat16 else WIDEST
-        self._widest_prompt = self._widest
-        in_tiles = self.library.multiplies_in_tiles() and config.head_dim % TILE_INPUTS == 0
-        if weights.dtype == torch.bfloat16 and multiplies_bfloat16() and not in_tiles:
-            self._widest_prompt = WIDEST_PROMPT
 
     def takes(self, rows: int) -> bool:
         """Return whether forwards over this many new tokens, in all rows, run fused."""
         return rows <= self._widest
-
-    def takes_prompts(self, rows: int) -> bool:
-        """Return whether prompts of this many new tokens, in all rows, are read fused."""
-        return rows <= self._widest_prompt
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
         """Use this cache and these rope tables (S, D)."""

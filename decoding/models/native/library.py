@@ -186,8 +186,6 @@ def load_library() -> ctypes.CDLL:
     for function in (library.forward_step, library.draft_chain, library.verify_chains):
         function.restype = ctypes.c_int32
     library.linear.restype = None
-    library.multiplies_in_tiles.argtypes = []
-    library.multiplies_in_tiles.restype = ctypes.c_int32
     return library
 
 

@@ -213,7 +213,7 @@ class NativeTarget(CachedTarget):
     ) -> Tensor:
         """Return the hidden states of `forward` without computing logits, never recorded."""
         self.slots.end_of(tokens_BN.shape[1])
-        if self._fused is not None and self._fused.takes_prompts(tokens_BN.numel()):
+        if self._fused is not None and self._fused.takes(tokens_BN.numel()):
             check_taps(self, taps)
             return self._fused(tokens_BN, parents_BN, self.slots.lengths_B, taps, False)[1]
         return self._states(tokens_BN, parents_BN, taps)[1]
@@ -229,7 +229,7 @@ class NativeTarget(CachedTarget):
         lengths_B = self.slots.lengths_B
         spans = [Span(row, lengths_B[row], len(tokens)) for row, tokens in tokens_of.items()]
         self.slots.check_end(max(span.end for span in spans))
-        if self._fused is not None and self._fused.takes_prompts(sum(map(len, tokens_of.values()))):
+        if self._fused is not None and self._fused.takes(sum(map(len, tokens_of.values()))):
             return self._fused.read(tokens_of, lengths_B, taps)
         attention = ragged_attention(self.config, spans, self._views)
         ids = [token for tokens in tokens_of.values() for token in tokens]

@@ -85,9 +85,6 @@ extern "C" void linear(int32_t dtype, int32_t threads, int32_t M, int64_t O, int
   team_of(threads).run(function, &p);
 }
 
-// Whether bfloat16 is multiplied in tile registers (tiles.h).
-extern "C" int32_t multiplies_in_tiles() { return has_tiles; }
-
 // Tests drafted chains; returns as forward_step does, for drafted tokens outside the vocabulary.
 extern "C" int32_t verify_chains(Verification* v) {
   for (int b = 0; b < v->B; ++b)
