@@ -87,14 +87,18 @@ class Calls:
         return self.visits.begin(str(request.session_hash)), empty_html(WAITING)
 
     def run(self, request: gr.Request, number: Any, *chosen: Any) -> Iterator[str]:
-        """Yield the panes of a run; nothing is decoded if it was stopped before its turn."""
+        """Yield the panes of a run, until its visitor begins another, which has the same panes.
+
+        Nothing is decoded if it was stopped before its turn.
+        """
         session, panes = str(request.session_hash), ""
         stop = self.visits.stop_of(session, number)
         try:
             with shown_errors():
                 for state in self.demo.answer(ask_of(*chosen), stop):
                     panes = race_html(state)
-                    yield panes
+                    if not self.visits.has_another(session, number):
+                        yield panes
             if not panes and not self.visits.has_another(session, number):
                 yield empty_html(STOPPED)
         finally:

@@ -150,7 +150,7 @@ def _columns(line: bytes) -> Any:
 
 def _decode(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return BadRecordError(NOT_UTF8)
     except json.JSONDecodeError:
