@@ -93,7 +93,7 @@ def read_head_config(folder: Path, layout: str | None = None) -> BlockConfig:
         rope_theta=reader.number("rope_theta"),
         draft_vocab_size=reader.draft_vocab_size(),
     )
-    checkpoint.check_trained(folder, "block_size", config.block_size, "block_size")
+    checkpoint.check_trained(folder, config)
     check_mask_token(f"{file}: mask_token_id", config.mask_token_id, config.vocab_size)
     return config
 

@@ -158,9 +158,8 @@ def read_head_config(folder: Path) -> EagleConfig:
         (mask_key, mask), (tokens_key, tokens) = one_pass.items()
         checkpoint.check_size(file, tokens_key, tokens, 2)
         checkpoint.check_size(file, mask_key, mask, 0, V - 1)
-        checkpoint.check_trained(folder, tokens_key, tokens, "parallel")
         sizes |= {"parallel": tokens, "mask_token_id": mask}
-    return EagleConfig(
+    config = EagleConfig(
         vocab_size=V,
         draft_vocab_size=0 if drafted == V else drafted,
         taps=taps,
@@ -171,6 +170,8 @@ def read_head_config(folder: Path) -> EagleConfig:
         **sizes,
         **switches,
     )
+    checkpoint.check_trained(folder, config)
+    return config
 
 
 def _read_sizes(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class EagleKind(EaglePredictions, HeadKind):
         taps = tuple(trained_shape(folder).get("taps", ()))
         if self._target_layers:
             taps = shape.taps_of(self._target_layers)
-            check_trained(folder, "the default of taps", [*taps], "taps")
+            check_trained(folder, replace(shape, taps=taps))
         if not taps:
             raise UserError(
                 f"{folder / 'config.json'} names no layers, and the published default depends on "

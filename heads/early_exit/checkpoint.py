@@ -69,6 +69,7 @@ def read_head_config(folder: Path) -> EarlyExitConfig:
         )
     config = LAYOUT.shape(EarlyExitConfig, values)
     rope_parameters({"rope_parameters": config.rope})
+    checkpoint.check_trained(folder, config)
     return config
 
 

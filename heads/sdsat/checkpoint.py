@@ -44,4 +44,6 @@ def read_head_config(folder: Path) -> SdsatConfig:
     for one in fields(SdsatConfig):
         least = 0 if one.name == "rank" else 1
         checkpoint.check_size(file, one.name, values.get(one.name), least)
-    return LAYOUT.shape(SdsatConfig, values)
+    config = LAYOUT.shape(SdsatConfig, values)
+    checkpoint.check_trained(folder, config)
+    return config

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def test_a_head_does_not_draft_more_than_it_was_trained_for(tiny_target: Path, t
         read(folder)  # control: without a card it is unknown
         field = "block_size" if name == "dflash" else "parallel"
         (folder / CARD).write_text(json.dumps({"shape": {field: size}}))
-        with pytest.raises(UserError, match=f"{key} is {size + 8}, but .* trained with {size} "):
+        with pytest.raises(UserError, match=f"{field} is {size + 8}, but .* trained with {size} "):
             read(folder)
     drafter = BlockDrafter(head=random_block(sizes_of(small_target())))
     (done,) = decode(small_target(), drafter, [[3, 4]], Settings(40, num_draft_tokens=50))
@@ -172,6 +172,37 @@ def test_a_head_does_not_draft_more_than_it_was_trained_for(tiny_target: Path, t
     (tmp_path / "dflash" / CARD).unlink()
     with pytest.raises(UserError, match="whose block drafts 7 tokens .*, not 12"):
         heads.train.run(configured("heads.train", *given))
+
+
+UNSEEN: dict[str, list[dict[str, Any]]] = {  # what no tensor shows
+    "dflash": [{"taps": (1, 4)}, {"layout": "anchor_first"}, {"mask_token_id": 5}],
+    "eagle3": [{"taps": (0, 1, 2)}, {"norm_output": False}],
+    "p_eagle": [{"mask_token_id": 5}],
+    "early exit": [{"exit_layer": 1}],
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_config_that_contradicts_the_heads_card_is_refused(
+    name: str, tiny_target: Path, tmp_path: Path
+):
+    """Check config.json of another shape than the card's; the controls have no card, or agree."""
+    row = next(row for row in HEAD_ROWS if row.name == name)
+    shape, kind = row.shape(AutoConfig.from_pretrained(tiny_target)), row.kind
+    folder = folder_of(name, tiny_target, tmp_path)
+    card = json.dumps({"shape": asdict(shape)})
+    (folder / CARD).write_text(card)
+    kind.load(folder)
+    for change_of in UNSEEN[name]:
+        ((field, value),) = change_of.items()
+        assert getattr(shape, field) != value
+        text = checkpoint.config_text(kind.layout, replace(shape, **change_of), torch.float32)
+        (folder / "config.json").write_text(text)
+        (folder / CARD).unlink()
+        kind.load(folder)
+        (folder / CARD).write_text(card)
+        with pytest.raises(UserError, match=f"{field} is .* but the head was trained with .*Use"):
+            kind.load(folder)
 
 
 # ----------------------------------------------------------------------------------- positions

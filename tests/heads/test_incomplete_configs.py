@@ -223,4 +223,4 @@ def test_layers_on_the_card_of_an_eagle_head_are_those_of_its_training(
     (folder / "drafter_card.json").write_text(json.dumps({"shape": {"taps": [1, 2, 3]}}))
     to_b = ("specforge", tmp_path / "b", target.folder)
     found = run(monkeypatch, export_head.main, folder, *to_b)
-    assert "the default of taps is [2, 3, 4], but the head was trained with [1, 2, 3]" in found
+    assert "taps is [2, 3, 4], but the head was trained with [1, 2, 3]" in found

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,17 +124,24 @@ def trained_shape(folder: Path) -> dict[str, Any]:
     return shape if isinstance(shape, dict) else {}
 
 
-def check_trained(folder: Path, key: str, value: Any, field: str) -> None:
-    """Raise UserError if a head's card has another trained value than config.json.
+def check_trained(folder: Path, shape: Any) -> None:
+    """Raise UserError if config.json describes another head than the card beside it.
 
-    No tensor shows this value, such as the number of tokens of a pass. key: in config.json. field:
-    of the head's shape.
+    No tensor shows the layers that a head reads, the shift of a block, or the tokens of a pass, so
+    a changed value would lower acceptance silently. shape: as config.json describes it; layers that
+    it does not name, and temperatures, which are fitted later, are not compared.
     """
-    trained = trained_shape(folder).get(field, value)
-    if trained != value:
+    trained = trained_shape(folder)
+    ours = json.loads(json.dumps(asdict(shape)))
+    wrong = [
+        f"{name} is {value}, but the head was trained with {trained[name]}"
+        for name, value in ours.items()
+        if trained.get(name, value) != value and name != "temperatures" and value != []
+    ]
+    if wrong:
         raise UserError(
-            f"{folder / 'config.json'}: {key} is {value}, but the head was trained with {trained} "
-            f"({CARD}). Use the config.json that was written with these weights."
+            f"{folder / 'config.json'}: {'; '.join(wrong)} ({CARD}). Use the config.json that was "
+            f"written with these weights."
         )
 
 
