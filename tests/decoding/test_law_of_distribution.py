@@ -25,7 +25,10 @@ from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
 from decoding.verification import device_chain, token_tree
+from heads.block import drafter as block_drafter
+from heads.block.drafter import BlockDrafter
 from jobs.malloc import without_collector
+from tests.support.block_heads import unsure_block
 from tests.support.many_requests import first_tokens, replace_uniform
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import TableTarget
@@ -172,7 +175,22 @@ def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     return ChainDrafter(model=draft_table())
 
 
-CONTROLS = [reuse_uniform, drop_unlikely, keep_residual, share_purposes]
+def read_the_next_confidence(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """Keep a token by the confidence of the next one, which has seen it."""
+    right = block_drafter.count_kept
+    monkeypatch.setattr(
+        block_drafter, "count_kept", lambda chances, *more: right([*chances[1:], 1.0], *more)
+    )
+    return BlockDrafter(head=unsure_block(), stop_below=0.4)
+
+
+CONTROLS = [
+    reuse_uniform,
+    drop_unlikely,
+    keep_residual,
+    share_purposes,
+    read_the_next_confidence,
+]
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)

@@ -36,6 +36,21 @@ def random_block(sizes: dict[str, int], scale: float = 1.0, **fields: Any) -> Bl
     return head.eval()
 
 
+def unsure_block(**fields: Any) -> BlockHead:
+    """Return a random block drafter for law 3 whose confidence follows the token drafted last.
+
+    Drafts of several lengths are common, and the length depends on the drafted tokens.
+    """
+    more = {"correction": "markov", "rank": 4, "confidence": True} | fields
+    head = random_block(LAW_3_SIZES, 2.0, **more)
+    assert head.confidence is not None
+    weight_1E, bias_1 = head.confidence.proj.weight, head.confidence.proj.bias
+    weight_1E[:, : LAW_3_SIZES["hidden_size"]] = 0.0
+    weight_1E.mul_(12.0)
+    bias_1.zero_()
+    return head
+
+
 def sizes_of(target: Target) -> dict[str, int]:
     """Return the fields of `BlockConfig` that are the target's."""
     return {

@@ -13,6 +13,7 @@ from tests.support.block_heads import (
     gru_block,
     random_block,
     selecting_block,
+    unsure_block,
 )
 
 DIFFUSION: dict[str, Any] = {"taps": (0,), "denoising_steps": 3}
@@ -50,10 +51,7 @@ ROWS = [
             head=corrected_block(kit.target, kit.draft_model, confidence=True), by_cost=True
         ),
         rules=("greedy", "token", "block", "coupled"),
-        table=lambda: BlockDrafter(
-            head=random_block(LAW_3_SIZES, 2.0, correction="markov", rank=4, confidence=True),
-            by_cost=True,
-        ),
+        table=lambda: BlockDrafter(head=unsure_block(), by_cost=True),
         slow=True,
     ),
     DrafterRow(
@@ -63,15 +61,7 @@ ROWS = [
         ),
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: BlockDrafter(
-            head=random_block(
-                LAW_3_SIZES,
-                2.0,
-                correction="markov",
-                rank=4,
-                confidence=True,
-                temperatures=(0.7, 2.0, 0.5, 1.0, 4.0, 1.5),
-            ),
-            stop_below=0.4,
+            head=unsure_block(temperatures=(0.7, 2.0, 0.5, 1.0, 4.0, 1.5)), stop_below=0.4
         ),
         slow=True,
     ),
