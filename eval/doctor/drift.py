@@ -32,7 +32,7 @@ from jobs.run_folder import RunFolder
 from training.config import HeldOutConfig
 from training.data.packing import Sample
 from training.features.states import TargetStates
-from training.heads.evaluation import GreedyChain
+from training.heads.evaluation import GreedyChain, HeldOutRows
 
 HEALTHY, UNSURE, RETARGET = "healthy", "unsure", "re-target"
 PARTS = 4  # of the log, in its order
@@ -202,7 +202,7 @@ def _counts(subject: Subject, samples: Sequence[Sample]) -> tuple[list[float], l
     length = max(len(one.ids) for one in samples)
     tokens = int(subject.card.get("loss", {}).get("predict_n_tokens", 0) or config.num_draft_tokens)
     device = next(subject.model.parameters()).device
-    chain = GreedyChain(kind, head, states, samples, tokens, NO_LIMIT, length, device)
+    chain = GreedyChain(kind, head, HeldOutRows(states, samples, length, device), tokens, NO_LIMIT)
     _, _, accepted_A, tested_A = zip(*chain.counts(), strict=True)
     return [*map(float, accepted_A)], [*map(float, tested_A)]
 

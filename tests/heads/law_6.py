@@ -28,7 +28,7 @@ from training.config import StudentConfig
 from training.data.packing import PackedBatch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.checkpoint import save_head
-from training.heads.evaluation import GreedyChain
+from training.heads.evaluation import GreedyChain, HeldOutRows
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
@@ -332,9 +332,8 @@ def check_the_chain_is_real_decoding(row: HeadRow, kind: PredictingHead | None =
     settings = Settings(TOKENS, num_draft_tokens=GAMMA)
     done = decode(native(model), row.drafter(head), PROMPTS, settings)
     assert sum(one.accepted for one in done), "the head must be right sometimes"
-    chain = GreedyChain(
-        kind or row.kind, head, states, answers(TOKENS), GAMMA, TOKENS, ROW, torch.device("cpu")
-    )
+    rows = HeldOutRows(states, answers(TOKENS), ROW, torch.device("cpu"))
+    chain = GreedyChain(kind or row.kind, head, rows, GAMMA, TOKENS)
     counts = [(one.rounds, len(one.tokens), one.accepted, one.tested) for one in done]
     names = ("rounds", "emitted", "accepted", "tested")
     pairs = zip(names, zip(*chain.counts(), strict=True), zip(*counts, strict=True), strict=True)

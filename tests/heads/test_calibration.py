@@ -25,6 +25,7 @@ from training.data.packing import Sample, collate
 from training.features.states import TargetStates
 from training.heads import checkpoint
 from training.heads.calibration import Calibration
+from training.heads.evaluation import HeldOutRows
 from training.heads.temperatures import (
     AFTER,
     BEFORE,
@@ -171,9 +172,8 @@ def test_greedy_drafts_survive_as_in_decoding():
     model, native, samples, _ = answers_of(0.0)
     head, states = law_6.head_of(ROW, model), law_6.states_of(ROW, model)
     law_6.learn(ROW, head, states, samples)
-    evaluation = Calibration(
-        ROW.kind, head, states, samples, law_6.GAMMA, 0.0, law_6.ROW, torch.device("cpu")
-    )
+    rows = HeldOutRows(states, samples, law_6.ROW, torch.device("cpu"))
+    evaluation = Calibration(ROW.kind, head, rows, law_6.GAMMA, 0.0)
     drafts = evaluation.collect()
     assert drafts.survived_MK.any() and not drafts.survived_MK.all()
     lengths = [int(one.mask.sum()) for one in samples]
@@ -195,9 +195,8 @@ def test_sampled_answers_survive_with_the_ratio_of_probabilities(vocabulary: int
     model, _, samples, _ = answers_of(0.8)
     row = replace(ROW, shape=lambda target: replace(ROW.shape(target), draft_vocab_size=vocabulary))
     head, states = law_6.head_of(row, model), law_6.states_of(row, model)
-    device = torch.device("cpu")
-    given = (law_6.GAMMA, 0.8, law_6.ROW, device)
-    found = Calibration(row.kind, head, states, samples, *given).collect()
+    rows = HeldOutRows(states, samples, law_6.ROW, torch.device("cpu"))
+    found = Calibration(row.kind, head, rows, law_6.GAMMA, 0.8).collect()
     for number, one in enumerate(samples):
         expected = _expected(row, head, states, model, one, 0.8)
         chosen = found.select((found.answers_M == number) & found.known_MK[:, 0])

@@ -15,7 +15,7 @@ from tests.heads.rows import HEAD_ROWS, HeadRow
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
 from training.heads.depth_figures import COVERAGE, TAU, DepthFigures
-from training.heads.evaluation import GREEDY, GreedyChain
+from training.heads.evaluation import GREEDY, GreedyChain, HeldOutRows
 from training.objectives import hidden_states
 
 ROWS = {row.name: row for row in HEAD_ROWS}
@@ -30,6 +30,10 @@ CHECKED = (
     "sdsat",
 )
 K, CPU = law_6.GAMMA, torch.device("cpu")
+
+
+def rows_of(states: TargetStates, samples: list[Sample]) -> HeldOutRows:
+    return HeldOutRows(states, samples, law_6.ROW, CPU)
 
 
 def native(model: Any) -> NativeTarget:
@@ -101,7 +105,7 @@ def test_figures_are_those_of_whole_distributions(name: str) -> None:
     row, model = ROWS[name], law_6.target()
     head, (samples, _) = law_6.head_of(row, model), answers_of(model, 0.8)
     states = law_6.states_of(row, model)
-    found = DepthFigures(row.kind, head, states, samples, K, 0.8, law_6.ROW, CPU)()
+    found = DepthFigures(row.kind, head, rows_of(states, samples), K, 0.8)()
     wanted = expected(row, head, states, samples, 0.8)
     unconditional = {key: wanted.pop(key) for key in [*wanted] if key.startswith("mean_overlap")}
     compared = {key: found[key] for key in wanted}
@@ -126,7 +130,7 @@ def test_the_wrong_states_have_other_figures() -> None:
     right, wrong = law_6.states_of(row, model), TargetStates(model, taps=(1, 2, 3), final=False)
     assert right.layers != wrong.layers
     found = [
-        DepthFigures(row.kind, head, states, samples, K, 0.0, law_6.ROW, CPU)()
+        DepthFigures(row.kind, head, rows_of(states, samples), K, 0.0)()
         for states in (right, wrong)
     ]
     assert found[0] != found[1] and found[0].keys() == found[1].keys()
@@ -138,7 +142,7 @@ def test_greedy_acceptance_by_depth_is_that_of_decoding(name: str) -> None:
     head, (samples, _) = law_6.head_of(row, model), answers_of(model, 0.0)
     states = law_6.states_of(row, model)
     law_6.learn(row, head, states, samples)
-    figures = GreedyChain(row.kind, head, states, samples, K, 16, law_6.ROW, CPU)()
+    figures = GreedyChain(row.kind, head, rows_of(states, samples), K, 16)()
     settings = Settings(16, num_draft_tokens=K)
     done = decode(native(model), row.drafter(head), law_6.PROMPTS, settings)
     accepted, tested = (
@@ -151,5 +155,5 @@ def test_greedy_acceptance_by_depth_is_that_of_decoding(name: str) -> None:
     if row.kind.candidates(head) is not None:  # control: without the selector
         base = copy.deepcopy(head)
         base.correction = None
-        found = GreedyChain(row.kind, base, states, samples, K, 16, law_6.ROW, CPU)()
+        found = GreedyChain(row.kind, base, rows_of(states, samples), K, 16)()
         assert found["score"] != pytest.approx(figures["score"])

@@ -52,6 +52,7 @@ def test_every_preset_learns_for_equal_seconds_and_has_a_row(
     trained = [one for stage, ones in found.items() if ".train" in stage for one in ones]
     assert {one.loop.max_seconds for one in trained} == {seconds}
     heads = [one for one in trained if one.job == "heads.train"]
+    assert not any(one.data.held_out_chats for one in heads)  # only text that the target wrote
     drafted = {one.head.draft_vocab_size for one in found["heads.train:heads"]}
     drafted |= {one.student.draft_vocab_size for one in found["distill.train:pruned"]}
     assert drafted == {draft_vocabulary}

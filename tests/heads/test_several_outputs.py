@@ -18,7 +18,7 @@ from tests.support import tiny_heads as tiny
 from training.data.packing import PackedBatch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import positions as module
-from training.heads.evaluation import HeadAccuracy
+from training.heads.evaluation import HeadAccuracy, HeldOutRows
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
@@ -152,9 +152,8 @@ def test_predictions_of_a_depth_are_contiguous_in_every_chunk(monkeypatch: pytes
 
 def test_accuracies_are_ranks_among_all_logits():
     target, head, documents = tiny.target(), linear_heads(), tiny.samples()
-    look = HeadAccuracy(
-        KIND, head, TargetStates(target), documents, K, 4, tiny.ROW, torch.device("cpu")
-    )
+    rows = HeldOutRows(TargetStates(target), documents, tiny.ROW, torch.device("cpu"))
+    look = HeadAccuracy(KIND, head, rows, K, 4)
     right, counts = np.zeros((K, 4)), np.zeros(K)
     for one in predict_plainly(head, target, documents):
         order = one["logits"].argsort(descending=True).tolist()

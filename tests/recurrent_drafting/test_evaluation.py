@@ -16,7 +16,7 @@ from recurrent_drafting.predictions import PREDICTIONS
 from tests.support import tiny_heads as tiny
 from training.data.packing import Sample, collate
 from training.features.states import TargetStates
-from training.heads.evaluation import GreedyChain, HeadAccuracy, combine
+from training.heads.evaluation import GreedyChain, HeadAccuracy, HeldOutRows, combine
 from training.held_out.rounds import match_survival, walk
 from training.objectives import hidden_states
 
@@ -77,7 +77,10 @@ def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
     assert [one.tokens for one in done] == [one.tokens for one in plain]
     assert stopped == any(one.finish == "stop" for one in done)
     states = TargetStates(target)
-    chain = GreedyChain(PREDICTIONS, head, states, samples_of(plain), DRAFT, TOKENS, tiny.ROW, CPU)
+    rows, late_rows = (
+        HeldOutRows(states, samples_of(plain, later=later), tiny.ROW, CPU) for later in (0, 1)
+    )
+    chain = GreedyChain(PREDICTIONS, head, rows, DRAFT, TOKENS)
     assert chain.counts() == [
         (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done
     ]
@@ -88,9 +91,7 @@ def test_the_walk_equals_real_decoding_round_by_round(form: str, stopped: bool):
     assert figures["acceptance"] == pytest.approx(accepted / tested)
     assert figures["score"] == figures["block_efficiency"]
     # The control: as if the prefill gave the first token.
-    late = GreedyChain(
-        PREDICTIONS, head, states, samples_of(plain, later=1), DRAFT, TOKENS - 1, tiny.ROW, CPU
-    )
+    late = GreedyChain(PREDICTIONS, head, late_rows, DRAFT, TOKENS - 1)
     assert [one[0] for one in late.counts()] != [one.rounds for one in done]
 
 
@@ -119,9 +120,8 @@ def test_perfect_and_useless_drafts_have_their_closed_forms():
 
 def test_accuracies_are_ranks_among_all_logits():
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
-    figures = HeadAccuracy(
-        PREDICTIONS, head, TargetStates(target), documents, tiny.HEADS, 4, tiny.ROW, CPU
-    )()
+    rows = HeldOutRows(TargetStates(target), documents, tiny.ROW, CPU)
+    figures = HeadAccuracy(PREDICTIONS, head, rows, tiny.HEADS, 4)()
     right, counts = np.zeros((tiny.HEADS, 4)), np.zeros(tiny.HEADS)
     table = target.get_input_embeddings().weight
     for one in documents:

@@ -110,6 +110,19 @@ class TargetStates:
         return self._forward(batch).flatten(0, 1)[where.kept_P]
 
     @torch.no_grad()
+    def read_all(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Compute the tapped states [R T, C] and those after the final norm [R T, H], at once."""
+        final_RTH = torch.empty(0)
+
+        def forward() -> Tensor:
+            nonlocal final_RTH
+            final_RTH = hidden_states(self.target, batch)
+            return final_RTH
+
+        states_RTC = read_layers(self.target, self.layers, forward)
+        return self.select_taps(states_RTC.flatten(0, 1)), final_RTH.flatten(0, 1)
+
+    @torch.no_grad()
     def __call__(self, batch: PackedBatch, where: ReadPositions) -> Tensor:
         """Return the hidden states at where.kept_P, [P, C], from the store if there is one.
 

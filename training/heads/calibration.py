@@ -10,22 +10,19 @@ vocabulary, C rows of a chunk.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.data.packing import PackedBatch, Sample
+from training.data.packing import PackedBatch
 from training.draft_vocabulary import index_tokens
-from training.features.states import TargetStates
-from training.heads.evaluation import FixedBatches
+from training.heads.evaluation import HeldOutRows
 from training.heads.positions import Positions
 from training.heads.predicting import PredictingHead, output_layers
 from training.heads.temperatures import Drafts, calibrate
 from training.losses.chunked import chunk_rows, widen
-from training.objectives import hidden_states
 
 
 class Calibration:
@@ -35,29 +32,19 @@ class Calibration:
         self,
         kind: PredictingHead,
         head: Any,
-        states: TargetStates,
-        answers: Sequence[Sample],
+        answers: HeldOutRows,
         heads: int,
         temperature: float,
-        max_length: int,
-        device: torch.device,
     ) -> None:
         """Prepare the batches.
 
-        answers: samples of a prompt with the target's answer, which alone is supervised. heads: K.
-        temperature: that of the answers. max_length: tokens per packed row.
+        answers: of a prompt with the target's answer each, which alone is supervised. heads: K.
+        temperature: that of the answers.
         """
-        self.kind, self.head, self.states, self.temperature = kind, head, states, temperature
-        self._fixed = FixedBatches(
-            states,
-            answers,
-            heads,
-            max_length,
-            device,
-            context=kind.reads_context,
-            uses_teacher=True,
-            own_tokens=0.0 if temperature else 1.0,
-        )
+        self.kind, self.head, self.temperature = kind, head, temperature
+        self.answers, self.states = answers, answers.states
+        own_tokens = 0.0 if temperature else 1.0
+        self._where = answers.positions(heads, True, own_tokens, context=kind.reads_context)
         self._log_p: list[Tensor] = []  # of each batch, at its kept positions
 
     def __call__(self) -> dict[str, float]:
@@ -68,10 +55,9 @@ class Calibration:
     def collect(self) -> Drafts:
         """Return the drafts from all places of the answers, in the order of the packed rows."""
         parts = []
-        for number, (batch, where) in enumerate(self._fixed.batches):
-            features_NE = self.kind.features(
-                self.head, self.states, batch, where, self._fixed.states(number)
-            )
+        for number, where in enumerate(self._where):
+            batch, taps_PC = self.answers.batches[number], self.answers.taps(number, where)
+            features_NE = self.kind.features(self.head, self.states, batch, where, taps_PC)
             logits_N = self.kind.chance_logits(self.head, features_NE)
             assert logits_N is not None, "a head without confidences is not calibrated"
             accepted_N = self._accepted(number, features_NE)
@@ -80,7 +66,7 @@ class Calibration:
 
     def _accepted(self, number: int, features_NE: Tensor) -> Tensor:
         """Return the chance [N] that verification accepts the text's token as a draft."""
-        batch, where = self._fixed.batches[number]
+        where = self._where[number]
         ids_V, labels_N = self.head.token_ids_V, where.labels_N
         if ids_V is not None:
             labels_N = index_tokens(ids_V, self.states.vocab_size)[labels_N]
@@ -97,16 +83,17 @@ class Calibration:
         found_N = torch.cat(parts) if parts else features_NE.new_zeros(0)
         if not self.temperature:
             return found_N
-        return (found_N - self._answers(number, batch, where)[where.targets_N]).exp().clamp_max(1)
+        return (found_N - self._target_log_p(number)[where.targets_N]).exp().clamp_max(1)
 
-    def _answers(self, number: int, batch: PackedBatch, where: Positions) -> Tensor:
+    def _target_log_p(self, number: int) -> Tensor:
         """Return the log probability that the target gives to the token after each position [P].
 
         It is computed only once.
         """
         if number == len(self._log_p):
-            final_PH = hidden_states(self.states.target, batch).flatten(0, 1)[where.kept_P]
-            next_P, lm_head_VH = batch.next_RT.flatten()[where.kept_P], self.states.lm_head
+            where, lm_head_VH = self._where[number], self.states.lm_head
+            final_PH = self.answers.final(number, where)
+            next_P = self.answers.batches[number].next_RT.flatten()[where.kept_P]
             parts = []
             for start, end in _chunks(len(final_PH), len(lm_head_VH)):
                 logits_CV = widen(F.linear(final_PH[start:end], lm_head_VH)) / self.temperature

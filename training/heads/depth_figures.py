@@ -19,21 +19,17 @@ Shapes: M drafts, K drafted tokens, N predictions, P positions of a batch, V the
 vocabulary, D drafted vocabulary, C rows of a chunk, U target positions of a chunk.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.data.packing import Sample
 from training.draft_vocabulary import index_tokens
-from training.features.states import TargetStates
-from training.heads.evaluation import FixedBatches
+from training.heads.evaluation import HeldOutRows
 from training.heads.positions import Positions
 from training.heads.predicting import PredictingHead, count_depths, output_layers
 from training.losses.chunked import chunk_rows, widen
-from training.objectives import hidden_states
 
 RECALLS = (4, 8)  # children of a node
 SAMPLED, ARGMAX, RECALL = "sampled_acceptance", "argmax_match", "recall_top"
@@ -47,38 +43,29 @@ class DepthFigures:
         self,
         kind: PredictingHead,
         head: Any,
-        states: TargetStates,
-        answers: Sequence[Sample],
+        answers: HeldOutRows,
         draft_tokens: int,
         temperature: float,
-        max_length: int,
-        device: torch.device,
     ) -> None:
         """Prepare the batches.
 
-        answers: samples of a prompt with the target's answer, which alone is supervised.
-        draft_tokens: K. temperature: of p and q; 0 is replaced by 1. max_length: tokens per packed
-        row.
+        answers: of a prompt with the target's answer each, which alone is supervised.
+        draft_tokens: K. temperature: of p and q; 0 is replaced by 1.
         """
-        self.kind, self.head, self.states = kind, head, states
+        self.kind, self.head, self.answers, self.states = kind, head, answers, answers.states
         self.draft_tokens, self.temperature = draft_tokens, temperature or 1.0
         candidates = kind.candidates(head)
         self.recalls = sorted({*RECALLS, *([candidates.count] if candidates else [])})
-        self._fixed = FixedBatches(
-            states,
-            answers,
+        self._where = answers.positions(
             count_depths(kind, draft_tokens),
-            max_length,
-            device,
+            uses_teacher=True,
             grouped=kind.layer_per_depth(head),
             context=kind.reads_context,
-            uses_teacher=True,
         )
-        self._final: list[Tensor] = []  # the target's states after its final norm, by batch
 
     def __call__(self) -> dict[str, float]:
         """Return the figures of the module's docstring, with depths from 1."""
-        found = [self._by_draft(number) for number in range(len(self._fixed.batches))]
+        found = [self._by_draft(number) for number in range(len(self._where))]
         accepted_MK, overlap_MK, covered_MK, match_MK, *recalls, known_MK = (
             torch.cat(each) for each in zip(*found, strict=True)
         )
@@ -104,16 +91,15 @@ class DepthFigures:
     @torch.no_grad()
     def _by_draft(self, number: int) -> list[Tensor]:
         """Return [M, K] each of a batch's drafts: figures, and last whether a token is known."""
-        batch, where = self._fixed.batches[number]
-        features_NE = self.kind.features(
-            self.head, self.states, batch, where, self._fixed.states(number)
-        )
+        batch, where = self.answers.batches[number], self._where[number]
+        taps_PC, final_PH = self.answers.taps(number, where), self.answers.final(number, where)
+        features_NE = self.kind.features(self.head, self.states, batch, where, taps_PC)
         outputs = output_layers(self.kind, self.head, self.states, where)
         parts = []
         for start in range(0, len(features_NE), size := chunk_rows(self.states.vocab_size)):
             end = min(start + size, len(features_NE))
             logits_CD = widen(outputs.logits(features_NE, start, end))
-            parts.append(self._compare(logits_CD, number, where, start, end))
+            parts.append(self._compare(logits_CD, final_PH, where, start, end))
         columns = [torch.cat(each).double().cpu() for each in zip(*parts, strict=True)]
         shape = (len(where.drafts_M), len(where.counts_K))
         at = (where.draft_N.cpu(), where.head_N.cpu())
@@ -136,13 +122,12 @@ class DepthFigures:
         return [each[:, 0][later_MK] * known_MK for each in values]
 
     def _compare(
-        self, logits_CD: Tensor, number: int, where: Positions, start: int, end: int
+        self, logits_CD: Tensor, final_PH: Tensor, where: Positions, start: int, end: int
     ) -> list[Tensor]:
         """Return [C] each: min(1, q / p) of the token, sum min(p, q), coverage, match, recalls."""
         ids_D, labels_C = self.head.token_ids_V, where.labels_N[start:end]
         targets_U, places_C = where.targets_N[start:end].unique(return_inverse=True)
-        final_UH = self._final_states(number)[targets_U]
-        p_logits_UV = widen(F.linear(final_UH, self.states.lm_head))
+        p_logits_UV = widen(F.linear(final_PH[targets_U], self.states.lm_head))
         p_CV = (p_logits_UV / self.temperature).softmax(dim=-1)[places_C]
         q_CD = (logits_CD / self.temperature).softmax(dim=-1)
         p_label_C = p_CV.gather(1, labels_C[:, None])[:, 0]
@@ -164,11 +149,3 @@ class DepthFigures:
         recalls = [(rank_C < count) & drafted_C for count in (1, *self.recalls)]
         overlap_C = torch.minimum(p_CD, q_CD).sum(dim=-1)
         return [accepted_C, overlap_C, p_CD.sum(dim=-1), *recalls]
-
-    def _final_states(self, number: int) -> Tensor:
-        """Return the target's states after its final norm at a batch's kept positions, [P, H]."""
-        if number == len(self._final):
-            batch, where = self._fixed.batches[number]
-            full_FH = hidden_states(self.states.target, batch).flatten(0, 1)
-            self._final.append(full_FH[where.kept_P])
-        return self._final[number]

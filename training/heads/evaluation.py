@@ -40,38 +40,48 @@ def combine(evaluations: Sequence[Evaluation]) -> Evaluation:
     return lambda: {name: figure for each in evaluations for name, figure in each().items()}
 
 
-class FixedBatches:
-    """Batches of one row, their positions and target states, computed only once."""
+class HeldOutRows:
+    """Held-out samples in batches of one row, and the target's states there, read only once."""
 
     def __init__(
         self,
         states: TargetStates,
         samples: Sequence[Sample],
-        heads: int,
         max_length: int,
         device: torch.device,
-        grouped: bool = False,
-        context: bool = False,
+    ) -> None:
+        """Pack the samples into rows of at most `max_length` tokens."""
+        self.states, self.samples = states, samples
+        rows = best_fit([len(sample.ids) for sample in samples], max_length)
+        self.batches = [collate(samples, [row], max_length, device) for row in rows]
+        self._read: list[tuple[Tensor, Tensor]] = []
+
+    def positions(
+        self,
+        heads: int,
         uses_teacher: bool = False,
         own_tokens: float = 0.0,
-    ) -> None:
-        """Pack the samples. The other arguments are those of `positions`."""
-        self._states = states
-        rows = best_fit([len(sample.ids) for sample in samples], max_length)
-        batches = [collate(samples, [row], max_length, device) for row in rows]
-        self.batches = [
-            (
-                batch,
-                positions(batch, heads, uses_teacher, own_tokens, grouped=grouped, context=context),
-            )
-            for batch in batches
+        *,
+        grouped: bool = False,
+        context: bool = False,
+    ) -> list[Positions]:
+        """Return where each batch is predicted: see `training.heads.positions.positions`."""
+        return [
+            positions(batch, heads, uses_teacher, own_tokens, grouped=grouped, context=context)
+            for batch in self.batches
         ]
-        self._read: list[Tensor] = []
 
-    def states(self, number: int) -> Tensor:
-        """Return the states that a head reads of batch `number`, [P, C], at its kept positions."""
+    def taps(self, number: int, where: Positions) -> Tensor:
+        """Return the states that a head reads at the kept positions of batch `number`, [P, C]."""
+        return self._all(number)[0][where.kept_P]
+
+    def final(self, number: int, where: Positions) -> Tensor:
+        """Return the states after the target's final norm at the same positions, [P, H]."""
+        return self._all(number)[1][where.kept_P]
+
+    def _all(self, number: int) -> tuple[Tensor, Tensor]:
         if number == len(self._read):
-            self._read.append(self._states.select_taps(self._states.read(*self.batches[number])))
+            self._read.append(self.states.read_all(self.batches[number]))
         return self._read[number]
 
 
@@ -82,29 +92,24 @@ class GreedyChain:
         self,
         kind: PredictingHead,
         head: Any,
-        states: TargetStates,
-        answers: Sequence[Sample],
+        answers: HeldOutRows,
         draft_tokens: int,
         max_new_tokens: int,
-        max_length: int,
-        device: torch.device,
         costs: Costs | None = None,
     ) -> None:
         """Prepare the batches.
 
-        answers: samples of a prompt with the target's answer, which alone is supervised.
-        draft_tokens: length of the chain. max_new_tokens: the limit at which answers were cut off.
-        max_length: tokens per packed row. costs: of a round; None predicts no speedup.
+        answers: of a prompt with the target's answer each, which alone is supervised. draft_tokens:
+        length of the chain. max_new_tokens: the limit at which answers were cut off. costs: of a
+        round; None predicts no speedup.
         """
-        self.kind, self.head, self.states, self.answers = kind, head, states, answers
+        self.kind, self.head, self.answers = kind, head, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
-        self.lengths = [len(one.ids) - _prompt(one) for one in answers]
+        self.lengths = [len(one.ids) - _prompt(one) for one in answers.samples]
         self.prediction = (
             None if costs is None else SpeedupPrediction(costs, max_new_tokens, draft_tokens)
         )
-        self._fixed = FixedBatches(
-            states, answers, 1, max_length, device, context=kind.reads_context
-        )
+        self._where = answers.positions(1, context=kind.reads_context)
 
     def __call__(self) -> dict[str, float]:
         """Return `acceptance` (accepted / tested draft tokens), `block_efficiency` and `score`.
@@ -139,20 +144,22 @@ class GreedyChain:
     def _survival(self) -> np.ndarray:
         """Return whether the first k + 1 tokens drafted after each tip are right, [A, T, K]."""
         found: dict[int, np.ndarray] = {}
-        for number, (batch, where) in enumerate(self._fixed.batches):
+        samples = self.answers.samples
+        for number, where in enumerate(self._where):
+            batch = self.answers.batches[number]
             row = batch.rows[0]
-            ends = np.cumsum([len(self.answers[index].ids) for index in row]).tolist()
+            ends = np.cumsum([len(samples[index].ids) for index in row]).tolist()
             begins = [0, *ends[:-1]]
             alone = [
                 begin
                 for begin, index in zip(begins, row, strict=True)
-                if _prompt(self.answers[index]) == 1
+                if _prompt(samples[index]) == 1
             ]
-            matches_F = self._matches(batch, where, self._fixed.states(number), alone)
+            matches_F = self._matches(batch, where, self.answers.taps(number, where), alone)
             for begin, end, index in zip(begins, ends, row, strict=True):
-                first = begin + _prompt(self.answers[index]) - 1
+                first = begin + _prompt(samples[index]) - 1
                 found[index] = matches_F[first : end - 1]
-        matches = [found[index] for index in range(len(self.answers))]
+        matches = [found[index] for index in range(len(samples))]
         return match_survival(matches, self.draft_tokens)
 
     @torch.no_grad()
@@ -175,7 +182,7 @@ class GreedyChain:
         if self.kind.reads_context:
             context = Context(batch, where.kept_P, states_PC, tips_M)
         tips = DraftStarts(ids_F[tips_M], before_MC, context)
-        drafted_MK = self.kind.draft(self.head, self.states, tips, self.draft_tokens)
+        drafted_MK = self.kind.draft(self.head, self.answers.states, tips, self.draft_tokens)
         ahead_K = torch.arange(1, 1 + self.draft_tokens, device=batch.device)
         right_MK = drafted_MK == ids_F[tips_M[:, None] + ahead_K]
         matches_M = right_MK.long().cumprod(dim=1).sum(dim=1)
@@ -201,33 +208,28 @@ class HeadAccuracy:
         self,
         kind: PredictingHead,
         head: Any,
-        states: TargetStates,
-        samples: Sequence[Sample],
+        texts: HeldOutRows,
         heads: int,
         top_k: int,
-        max_length: int,
-        device: torch.device,
     ) -> None:
-        self.kind, self.head, self.states = kind, head, states
-        self.heads, self.top_k, self._device = heads, top_k, device
-        several = kind.layer_per_depth(head)
-        self._fixed = FixedBatches(
-            states, samples, heads, max_length, device, several, kind.reads_context
+        self.kind, self.head, self.texts = kind, head, texts
+        self.heads, self.top_k = heads, top_k
+        self._where = texts.positions(
+            heads, grouped=kind.layer_per_depth(head), context=kind.reads_context
         )
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        right_Kk = torch.zeros(self.heads, self.top_k, device=self._device)
-        counts_K = torch.zeros(self.heads)
-        for number, (batch, where) in enumerate(self._fixed.batches):
-            features_NE = self.kind.features(
-                self.head, self.states, batch, where, self._fixed.states(number)
-            )
-            outputs = output_layers(self.kind, self.head, self.states, where)
+        right_Kk, counts_K = torch.zeros(self.heads, self.top_k), torch.zeros(self.heads)
+        states = self.texts.states
+        for number, where in enumerate(self._where):
+            batch, taps_PC = self.texts.batches[number], self.texts.taps(number, where)
+            features_NE = self.kind.features(self.head, states, batch, where, taps_PC)
+            outputs = output_layers(self.kind, self.head, states, where)
             for start in range(0, len(features_NE), CHUNK):
                 end = min(start + CHUNK, len(features_NE))
                 logits_CV = outputs.logits(features_NE, start, end)
-                right_Kk += self._right(
+                right_Kk = right_Kk.to(batch.device) + self._right(
                     logits_CV, where.labels_N[start:end], where.head_N[start:end]
                 )
             counts_K += torch.tensor(where.counts_K)

@@ -45,7 +45,7 @@ from training.heads.config import HeadJobConfig, describe_overridden
 from training.heads.depth_figures import DepthFigures
 from training.heads.draft_vocabulary import COUNTS, choose_by_mass
 from training.heads.dry_run import describe, dry_run, states_layout, token_flops
-from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, combine
+from training.heads.evaluation import Evaluation, GreedyChain, HeadAccuracy, HeldOutRows, combine
 from training.heads.folder import write_card, write_head
 from training.heads.kind import HeadKind
 from training.heads.loss_config import describe_head_loss, reads_final, trained_depths
@@ -266,31 +266,27 @@ def make_evaluation(
 ) -> Evaluation:
     """Return the held-out evaluation: a chain on the target's answers, and figures by depth.
 
-    Accuracies are measured if there is held-out data, or if the drafter uses them, and a confidence
-    is calibrated if the head has one. On greedy answers the chain's block efficiency equals that of
-    real decoding, so it selects the checkpoint, with the costs of a round if they are known; trees
-    are measured once, at the end.
+    Accuracies that the drafter uses are measured on the answers too; those of other heads only on
+    held-out data, if there is any. A confidence is calibrated if the head has one. On greedy
+    answers the chain's block efficiency equals that of real decoding, so it selects the checkpoint,
+    with the costs of a round if they are known; trees are measured once, at the end.
     """
     config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
     length, longest = config.data.max_length, config.held_out.max_new_tokens
-    evaluations: list[Evaluation] = [
-        GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device, costs)
-    ]
-    at_temperature = heads, config.held_out.temperature, length, parallel.device
+    rows = HeldOutRows(states, answers, length, parallel.device)
+    evaluations: list[Evaluation] = [GreedyChain(kind, head, rows, heads, longest, costs)]
     # after the chain, whose acceptance progress shows as the first figure
-    evaluations.append(DepthFigures(kind, head, states, answers, *at_temperature))
+    evaluations.append(DepthFigures(kind, head, rows, heads, config.held_out.temperature))
     if kind.has_confidence(head):
-        evaluations.append(Calibration(kind, head, states, answers, *at_temperature))
-    measured: Sequence[Sample] = answers if kind.ranks else []
-    if config.data.held_out_chats or config.data.held_out_texts:
+        evaluations.append(Calibration(kind, head, rows, heads, config.held_out.temperature))
+    measured = rows if kind.ranks else None
+    if not kind.ranks and (config.data.held_out_chats or config.data.held_out_texts):
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
-        measured = sample_evenly(samples, config.data.held_out_tokens)
-    if measured:
+        chosen = sample_evenly(samples, config.data.held_out_tokens)
+        measured = HeldOutRows(states, chosen, length, parallel.device)
+    if measured is not None:
         ranks = max(config.top_k, min(kind.ranks, job.shape.num_drafted))
-        depths = count_depths(kind, heads)
-        evaluations.insert(
-            0, HeadAccuracy(kind, head, states, measured, depths, ranks, length, parallel.device)
-        )
+        evaluations.insert(0, HeadAccuracy(kind, head, measured, count_depths(kind, heads), ranks))
     return combine(evaluations)
 
 
