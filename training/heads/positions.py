@@ -134,39 +134,57 @@ def positions(
     seats = np.searchsorted(kept, targets) if uses_teacher else targets[:0]
     if by_draft:
         seats = draft * heads + head
-    indices = (kept, np.searchsorted(kept, drafts), taken, continued, draft, head, targets, seats)
-    (kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, targets_N, seats_N, masked, filled) = (
-        devices.copy_arrays_to_device((*indices, masked_M, filled_MK), batch.device)
-    )
-    scale_N = figure_scale_N = None
+    # of the fields that are read through places in the batch, the places
+    on_host = {
+        "kept_P": kept,
+        "drafts_M": np.searchsorted(kept, drafts),
+        "tokens_MK": taken,
+        "own_O": continued,
+        "draft_N": draft,
+        "head_N": head,
+        "labels_N": targets,
+        "targets_N": seats,
+    }
+    if random_masks:
+        on_host |= {"filled_MK": filled_MK, "masked_N": masked_M[draft]}
+    moved = devices.copy_arrays_to_device(tuple(on_host.values()), batch.device)
+    found, ids_F = dict(zip(on_host, moved, strict=True)), batch.ids_RT.flatten()
+    found["tokens_MK"] = ids_F[found["tokens_MK"]]
+    found["labels_N"] = batch.next_RT.flatten()[found["labels_N"]]
+    if random_masks:
+        places_MK = found["filled_MK"]
+        found["filled_MK"] = torch.where(places_MK == MASKED, MASKED, ids_F[places_MK])
     if (kept_KR < all_KR).any():
-        # each row by its own counts, so that no other row of the batch changes its weight; the
-        # weights of masked slots make up for those of the others
-        row = drafts[draft] // length
-        of_losses_R = all_KR.sum(axis=0) / np.maximum(unmasked_R, 1)
-        of_figures_KR = all_KR / np.maximum(kept_KR, 1)
-        found_2N = np.stack((of_losses_R[row], of_figures_KR[head, row]))
-        scale_N, figure_scale_N = devices.tensor(found_2N, batch.device, torch.float32)
-    ids_F = batch.ids_RT.flatten()
+        scales_2N = _scales(drafts[draft] // length, head, all_KR, kept_KR, unmasked_R)
+        scale_N, figure_scale_N = devices.tensor(scales_2N, batch.device, torch.float32)
+        found |= {"scale_N": scale_N, "figure_scale_N": figure_scale_N}
     return Positions(
-        kept_P,
-        drafts_M,
-        ids_F[taken_MK],
-        own_O,
-        own_tokens > 0,
-        draft_N,
-        head_N,
-        head,
-        batch.next_RT.flatten()[targets_N],
-        seats_N,
-        seats,
-        kept_KR.sum(axis=1).tolist(),
-        np.bincount(kept // length, minlength=rows).tolist(),
-        scale_N,
-        figure_scale_N,
-        torch.where(filled == MASKED, MASKED, ids_F[filled]) if random_masks else None,
-        masked[draft_N] if random_masks else None,
+        **found,
+        continues_own=own_tokens > 0,
+        heads=head,
+        targets=seats,
+        counts_K=kept_KR.sum(axis=1).tolist(),
+        kept_R=np.bincount(kept // length, minlength=rows).tolist(),
     )
+
+
+def _scales(
+    row_N: np.ndarray,
+    head_N: np.ndarray,
+    all_KR: np.ndarray,
+    kept_KR: np.ndarray,
+    unmasked_R: np.ndarray,
+) -> np.ndarray:
+    """Return the factors of each prediction's loss and of its figures [2, N].
+
+    Each row has those of its own counts, so that no other row of the batch changes its weight; the
+    weights of masked slots make up for those of the others. row_N, head_N: of the predictions.
+    all_KR, kept_KR: numbers of all predictions and of those that are made. unmasked_R: of the
+    sampled drafts and depths.
+    """
+    of_losses_R = all_KR.sum(axis=0) / np.maximum(unmasked_R, 1)
+    of_figures_KR = all_KR / np.maximum(kept_KR, 1)
+    return np.stack((of_losses_R[row_N], of_figures_KR[head_N, row_N]))
 
 
 def _filled(batch: PackedBatch, drafts: np.ndarray, masked_MK: np.ndarray) -> np.ndarray:
