@@ -1,7 +1,8 @@
 """Interface between a kind of trained head and its training.
 
-A kind is one stateless object; heads are arguments of its methods. To add a kind, write a subclass
-of `HeadKind` and name it in `decoding.drafters.registry`.
+A kind is one object, and heads are arguments of its methods; `assume` returns a kind for folders
+that leave something open. To add a kind, write a subclass of `HeadKind` and name it in
+`decoding.drafters.registry`.
 
 Shapes: C channels of the states that a head reads, E features, H the target's hidden size, K
 drafted tokens, M drafts, N predictions of all depths, V drafted vocabulary.
