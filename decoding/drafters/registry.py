@@ -77,7 +77,7 @@ DRAFTERS = {
         "folder",
         architectures=("PeagleLlamaForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
         trained="heads.eagle.kind.PARALLEL",
-        options={"by_cost": True, "dtype": AUTO},
+        options={"dtype": AUTO},
     ),
     "eagle3": DrafterEntry(
         "heads.eagle.drafter.EagleDrafter",

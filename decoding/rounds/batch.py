@@ -186,7 +186,10 @@ class Batch:
         if self.drafter is None or self.gamma == 0:
             return None
         # Each round emits one token of the target's, so drafting a row's last token never pays.
-        room_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
+        most = self.gamma
+        if self.drafter.capabilities.shape == "chain":  # a policy plans with what can be drafted
+            most = min(most, self.width())
+        room_B = [min(most, row.limit - len(row.sequence) - 1) for row in self.rows]
         budgets_B = [row.stopping.limit(room) for row, room in zip(self.rows, room_B)]
         if max(budgets_B) == 0:
             return None

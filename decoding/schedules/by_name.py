@@ -36,12 +36,14 @@ NON_LEARNING = tuple(name for name, policy in POLICIES.items() if not policy.lea
 def default_stopping(capabilities: Capabilities, schedule: str, target: Target) -> str:
     """Return the default stopping policy of a drafter.
 
-    It is `cost_ratio` for tokens that are sampled one by one from a known distribution, under the
-    serial schedule. Otherwise it is `fixed`: trees and lookups are proposed at once, and overlapped
-    schedules choose the length of their chunks. It is also `fixed` where draft lengths, which
-    `cost_ratio` decides from measured costs, could change the text (`text_varies_by_length`).
+    It is `cost_ratio` for chains whose tokens are sampled from known distributions, under the
+    serial schedule. Otherwise it is `fixed`: trees are sized by their drafter, the tokens of a
+    lookup are mostly accepted or rejected together, which a mean acceptance rate does not tell, and
+    overlapped schedules choose the length of their chunks. It is also `fixed` where draft lengths,
+    which `cost_ratio` decides from measured costs, could change the text (`text_varies_by_length`).
     """
-    by_cost = token_by_token(capabilities) and schedule == "serial"
+    in_one_pass = _is_sampled_chain(capabilities) and capabilities.steps == "round"
+    by_cost = (token_by_token(capabilities) or in_one_pass) and schedule == "serial"
     return "cost_ratio" if by_cost and not text_varies_by_length(target) else "fixed"
 
 
@@ -56,12 +58,12 @@ def text_varies_by_length(target: Target) -> bool:
 
 def token_by_token(capabilities: Capabilities) -> bool:
     """Return whether a policy can end the draft after each sampled token."""
-    return (
-        capabilities.shape == "chain"
-        and capabilities.has_q
-        and capabilities.steps == "token"
-        and capabilities.stops_by_token
-    )
+    by_token = capabilities.steps == "token" and capabilities.stops_by_token
+    return _is_sampled_chain(capabilities) and by_token
+
+
+def _is_sampled_chain(capabilities: Capabilities) -> bool:
+    return capabilities.shape == "chain" and capabilities.has_q
 
 
 def decides_by_cost(
@@ -96,8 +98,8 @@ def batch_type(
         raise UserError(
             f"schedule '{schedule}' needs a chain drafter that can run while the target does, "
             f"found '{drafter.name}'. Use schedule=serial. Small models can, PARD's too; of the "
-            f"trained heads, those of EAGLE-3 and EAGLE-1 with shape=chain, and with by_cost=false "
-            f"SpecDiff and a recurrent head with beam_width=1. Trees, Medusa, blocks that read "
+            f"trained heads, SpecDiff, those of EAGLE-3 and EAGLE-1 with shape=chain, and a "
+            f"recurrent head with beam_width=1 and by_cost=false. Trees, Medusa, blocks that read "
             f"layers of the target, P-EAGLE, early exit and SDSAT cannot."
         )
     if schedule in WALL and drafter.capabilities.needs_hidden:

@@ -41,7 +41,6 @@ from heads.block.fused import FusedPass, make_pass
 from heads.block.model import BlockHead
 from heads.block.shape import EMBEDDING
 from heads.block.tree import TreePlanner
-from heads.chain_plans import ChainPlans
 from heads.layers import rope_at
 from training.heads.drafter import (
     accepted_states,
@@ -66,8 +65,8 @@ class BlockDrafter:
     max_nodes: the largest size of a tree.
     stop_below: for a head with a confidence. A chain ends before the first token whose chance of
         being accepted, with all tokens before it, is smaller. 0: no chain ends early.
-    by_cost: use the measured costs of a round to choose whether to draft, the size of each tree,
-        and the length of each chain. A confidence of the head may shorten a chain further.
+    by_cost: use the measured costs of a round to choose the size of each tree, and where a head
+        with a confidence ends a chain, which the stopping policy may end earlier.
     denoising_steps: the passes of a draft (heads/block/denoising.py), for a head that was trained
         on random masks. None: as many as in its training.
     layout: of the slots, for a folder that does not name it (heads/block/checkpoint.py).
@@ -107,8 +106,10 @@ class BlockDrafter:
         _check_head(name, head, shape, stop_below)
         self._steps = choose_steps(name, self.config, denoising_steps)
         self._stop_below = stop_below
-        ends = shape == "chain" and (by_cost or stop_below > 0)
-        self.ends_by_confidence = self.config.confidence and ends  # of drafts
+        self.ends_by_confidence = (  # of drafts
+            shape == "chain" and self.config.confidence and (by_cost or stop_below > 0)
+        )
+        needs_costs = by_cost and (shape == "tree" or self.config.confidence)
         temperatures = self.config.temperatures or [1.0] * self.config.num_drafts
         self._temperatures_K = devices.tensor(temperatures, self.device, self.dtype)
         self._costs: RoundCosts | None = None
@@ -119,16 +120,15 @@ class BlockDrafter:
             has_q=shape == "chain" and children == "sampled",
             needs_hidden=True,
             taps=self.config.taps,
-            needs_costs=by_cost,
-            # states of layers come from the target alone; costs decide from verified rounds
-            can_overlap=shape == "chain" and self.config.taps == (EMBEDDING,) and not by_cost,
+            needs_costs=needs_costs,
+            # states of layers come from the target alone
+            can_overlap=shape == "chain" and self.config.taps == (EMBEDDING,),
             steps="round",
             stops_by_token=False,
         )
         self._target: Target | None = None
         self._context: StoredContext | None = None
-        self._plans: ChainPlans | None = None  # of chains, with costs
-        self._drafted = True  # in the last round
+        self._drafted = False  # in this round
         self._shortlist: nn.Linear | None = None  # the target's lm_head for a draft vocabulary
         self._execution = execution if loads else "eager"
         self._pass: FusedPass | None = None
@@ -143,7 +143,7 @@ class BlockDrafter:
         return depth if self._trees is None else self._trees.width(depth)
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Set the target, and the costs with `by_cost`.
+        """Set the target, and the costs if a decision needs them.
 
         Raises UserError for a target of another shape than the head's, or on another device.
         """
@@ -171,7 +171,6 @@ class BlockDrafter:
     ) -> None:
         """Store the keys and values of each prompt without its tip."""
         self._context = StoredContext(self.head, len(prompts_B), capacity)
-        self._reset_plans(len(prompts_B))
         if prefill_hidden_BNC is not None:
             counts_B = [len(prompt) - 1 for prompt in prompts_B]
             self._context.append(self._convert(prefill_hidden_BNC), counts_B)
@@ -180,22 +179,14 @@ class BlockDrafter:
         """Store the keys and values of each new prompt without its tip."""
         states = None if prefill_hidden_BNC is None else self._convert(prefill_hidden_BNC)
         self._stored.extend(states, [len(prompt) - 1 for prompt in prompts_B])
-        if self._plans is not None:
-            self._plans.add_rows(len(prompts_B))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the tokens before those that the target has just read, and add these."""
         context = self._stored
-        self._reset_plans(1)
         new = 0 if hidden_NC is None else len(hidden_NC)
         context.truncate([len(prompt) - 1 - new])
         if hidden_NC is not None:
             context.append(self._convert(hidden_NC[None]), [new])
-
-    def _reset_plans(self, rows: int) -> None:
-        self._plans = None
-        if self._costs is not None and self._trees is None:
-            self._plans = ChainPlans(self._costs, rows)
 
     @property
     def _stored(self) -> StoredContext:
@@ -211,8 +202,6 @@ class BlockDrafter:
     ) -> Proposal:
         """Draft each row's chain or tree, at most as deep as its budget."""
         depths_B = [min(budget, self.config.num_drafts) for budget in budgets_B]
-        if self._plans is not None:
-            depths_B = self._plans.lengths(depths_B)
         depth = max(depths_B)
         self._drafted = depth > 0
         if depth == 0:
@@ -239,8 +228,6 @@ class BlockDrafter:
             (chances,) = devices.read(confidences(logits_BK, self._temperatures_K[:depth]))
             kept_B = [count_kept(row, self._stop_below, self._costs) for row in chances]
             depths_B = [min(pair) for pair in zip(depths_B, kept_B, strict=True)]
-        if self._plans is not None:
-            self._plans.draft(depths_B)
         q_BKV = torch.stack(q, 1) if q else None
         return Proposal(tokens_BK, depths_B, None, q_BKV, 1)
 
@@ -345,8 +332,7 @@ class BlockDrafter:
         """Add the tip and the accepted tokens of each row to its context."""
         states_BNX, counts_B = accepted_states(observation)
         self._stored.append(self._convert(states_BNX), counts_B, wait=not self._drafted)
-        if self._plans is not None:
-            self._plans.learn(observation.outcome.accepted_B)
+        self._drafted = False
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Drop tokens past these lengths."""
@@ -355,8 +341,6 @@ class BlockDrafter:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._stored.select(rows)
-        if self._plans is not None:
-            self._plans.select(rows)
 
     def draft_budget(
         self, target: Target, steps: float, gamma: int, context: int, rows: float

@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from decoding.costs.roofline import ForwardBudget
 from decoding.drafters.parallel import choose_at_each_depth
-from decoding.interfaces import Chooser, Observation, Policies, Proposal, Target, Tokens
+from decoding.interfaces import Chooser, Policies, Proposal, Target, Tokens
 from decoding.sampling.token_chooser import likeliest_chooser
-from heads.chain_plans import ChainPlans
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.model import EagleHead
 from training.heads import budget
@@ -28,9 +26,8 @@ from training.heads.drafter import choose_name
 class ParallelEagleDrafter(EagleDrafter):
     """Drafter of a chain in one pass, from a P-EAGLE head in a folder or in memory.
 
-    A chain has at most as many tokens as the head was trained to draft. by_cost: choose by the
-    measured costs of a round whether to draft, and the length of each chain. The other arguments
-    are those of `EagleDrafter`. Raises UserError for an invalid folder or argument.
+    A chain has at most as many tokens as the head was trained to draft. The arguments are those of
+    `EagleDrafter`. Raises UserError for an invalid folder or argument.
     """
 
     one_pass = True
@@ -40,7 +37,6 @@ class ParallelEagleDrafter(EagleDrafter):
         folder: str | Path | None = None,
         *,
         head: EagleHead | None = None,
-        by_cost: bool = False,
         children: str = "sampled",
         dtype: str = "float32",
         device: str = "cpu",
@@ -59,45 +55,24 @@ class ParallelEagleDrafter(EagleDrafter):
         )
         self.capabilities = replace(
             self.capabilities,
-            needs_costs=by_cost,
             steps="round",
             stops_by_token=False,
             can_overlap=False,  # its states come from the target alone
         )
-        self._plans: ChainPlans | None = None
 
     def as_chain(self, children: str) -> "ParallelEagleDrafter":
-        """Return a drafter of chains with the same head, which no costs shorten."""
+        """Return a drafter of chains with the same head."""
         return ParallelEagleDrafter(head=self.cache.head, children=children, name=self.name)
 
     def width(self, gamma: int) -> int:
         """Return the number of tokens of a chain."""
         return min(gamma, self.config.parallel)
 
-    def open(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Read the prompts' tokens and states."""
-        super().open(prompts_B, prefill_hidden_BNC, capacity)
-        self._plans = None if self.costs is None else ChainPlans(self.costs, len(prompts_B))
-
-    def join(self, prompts_B: Tokens, prefill_hidden_BNC: Tensor | None) -> None:
-        """Read the new prompts' tokens and states."""
-        super().join(prompts_B, prefill_hidden_BNC)
-        if self._plans is not None:
-            self._plans.add_rows(len(prompts_B))
-
-    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Keep the first `kept` tokens, and read the others."""
-        super().resume(prompt, kept, hidden_NC)
-        self._plans = None if self.costs is None else ChainPlans(self.costs, 1)
-
     def propose(
         self, sequences_B: Tokens, budgets_B: Sequence[int], stopping_B: Policies, chooser: Chooser
     ) -> Proposal:
         """Draft a chain for each row in one pass."""
         counts_B = [min(budget, self.config.parallel) for budget in budgets_B]
-        if self._plans is not None:
-            counts_B = self._plans.lengths(counts_B)
-            self._plans.draft(counts_B)
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
         if self.children == "top_k" and chooser.tests_q:
@@ -106,18 +81,6 @@ class ParallelEagleDrafter(EagleDrafter):
         fitted_BNV = self._fit(logits_BNV, chooser)
         tokens_BN, q_BNV = choose_at_each_depth(fitted_BNV, sequences_B, chooser)
         return Proposal(tokens_BN, counts_B, None, q_BNV, 1)
-
-    def observe(self, observation: Observation) -> None:
-        """Store the target's states at the tip and the accepted tokens of each row."""
-        super().observe(observation)
-        if self._plans is not None:
-            self._plans.learn(observation.outcome.accepted_B)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        super().select(rows)
-        if self._plans is not None:
-            self._plans.select(rows)
 
     def draft_budget(
         self, target: Target, steps: float, gamma: int, context: int, rows: float

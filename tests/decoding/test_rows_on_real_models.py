@@ -37,7 +37,7 @@ DRAFTING = [
     if not row.name.startswith("oracle")
 ]
 # rows whose heads know bigram targets alone, and are random on others
-RANDOM = ("dflash", "dflash2", "dspark_by_cost", "block_tree", "p_eagle", "p_eagle_by_cost")
+RANDOM = ("dflash", "dflash2", "dspark_by_cost", "block_tree", "p_eagle")
 RANDOM += ("specdiff", "specdiff_sampled", "sdsat_one_forward", "sdsat_one_forward_low_rank")
 RANDOM += ("parallelspec", "domino")
 SETTINGS = Settings(max_new_tokens=128, stopping="fixed", costs=COSTS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.parallel import ParallelChain
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
@@ -28,14 +29,22 @@ from decoding.stopping.policies import (
     Thompson,
     make_stopping,
 )
+from heads.sdsat.drafter import SdsatDrafter
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
+from .rows import ROWS, DrafterRow, Kit
 from .test_laws import models
 
 CHEAP = RoundCosts(0.01, (1.0, 1.01))
 EXPENSIVE = RoundCosts(5.0, (1.0, 2.0))
 FAIR = RoundCosts(0.15, (1.0, 1.05))
+STEEP = tuple(1 + 0.3 * n for n in range(9))
+ONE_PASS = [
+    row
+    for row in ROWS
+    if row.name in ("parallel chain", "medusa_chain", "p_eagle", "dflash", "dspark", "sdsat")
+]
 
 
 @pytest.mark.parametrize("verify", tiered(["greedy", "coupled"], ["coupled"]))
@@ -164,7 +173,7 @@ def test_cost_ratio_pauses_a_useless_drafter_and_retries() -> None:
 
 
 def test_cost_ratio_is_the_default_with_measured_costs() -> None:
-    """Check the default policy: cost_ratio for chains with costs, if the schedule is serial.
+    """Check the default policy: cost_ratio for sampled chains with costs and a serial schedule.
 
     Lookups, trees and overlapped schedules have the policy `fixed`.
     """
@@ -182,8 +191,47 @@ def test_cost_ratio_is_the_default_with_measured_costs() -> None:
     assert drafted(chain, costs=FAIR, schedule="pearl_virtual") == drafted(
         chain, costs=FAIR, schedule="pearl_virtual", stopping="fixed"
     )
+    for kind in (ParallelChain, SdsatDrafter):
+        assert default_stopping(kind.capabilities, "serial", target) == "cost_ratio"
     assert default_stopping(PromptLookup.capabilities, "serial", target) == "fixed"
     assert default_stopping(RankedTree.capabilities, "serial", target) == "fixed"
+
+
+@pytest.mark.parametrize("row", ONE_PASS, ids=lambda row: row.name)
+def test_drafts_of_one_pass_are_as_long_as_pays(row: DrafterRow) -> None:
+    """Check that drafts of one pass follow the costs, of a single row and of a batch."""
+    target, _, draft_model = models()
+    prompts, given = random_prompts(4), Settings(max_new_tokens=24, num_draft_tokens=3)
+    plain = [one.tokens for one in decode(target, None, prompts, given)]
+
+    def drafted(costs: RoundCosts, **more: Any) -> list[int]:
+        drafter = row.make(Kit(target, target, draft_model, []))
+        done = decode(target, drafter, prompts, replace(given, costs=costs, **more))
+        assert [one.tokens for one in done] == plain
+        return [one.drafted for one in done]
+
+    for rows in (1, 4):
+        cheap = drafted(RoundCosts(0.01, (1.0,) * 9, rows=rows))
+        dear = drafted(RoundCosts(5.0, (1.0, 2.0), rows=rows))
+        assert min(cheap) > 0 and not any(dear)
+    assert min(drafted(RoundCosts(5.0, (1.0, 2.0)), stopping="fixed")) > 0, "the control"
+
+
+def test_a_pass_counts_once() -> None:
+    """Check that lengths follow the costs and the accepted tokens."""
+    flat, steep = (RoundCosts(0.5, widths).of_one_pass() for widths in ((1.0,) * 9, STEEP))
+    (long,), (short, never) = (
+        make_stopping("cost_ratio", [0] * count, None, costs, per_token=False)
+        for count, costs in ((1, flat), (2, steep))
+    )
+    before = short.limit(8)
+    assert long.limit(8) == 8 > before > 0
+    for _ in range(40):
+        short.update(4, 4)
+        never.update(4, 0)
+    assert short.limit(8) > before > never.limit(8) == 0 == short.limit(0)
+    (each,) = make_stopping("cost_ratio", [0], None, RoundCosts(0.5, (1.0,) * 9), per_token=False)
+    assert each.limit(8) < 8, "the control: a pass for each token"
 
 
 @pytest.mark.parametrize("verify", [{}, {"temperature": 1.0, "verify": "coupled"}])

@@ -26,7 +26,6 @@ from heads.block.drafter import BlockDrafter
 from heads.block.kind import KIND as BLOCK
 from heads.block.model import BlockHead, after
 from heads.block.shape import spread_taps
-from heads.chain_plans import ChainPlans
 from heads.layers import rope_at
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
@@ -280,23 +279,6 @@ def test_a_confident_draft_ends_where_it_stops_to_pay():
     assert count_kept([0.9, 0.9, 0.1, 1.0], 0.0, steep) == 2
     flat = RoundCosts(0.5, (1.0,) * 6)
     assert count_kept([0.9, 0.9, 0.1, 1.0], 0.0, flat) == 4
-
-
-def test_a_chain_is_as_long_as_pays():
-    """Check that lengths follow the costs and the accepted tokens, and that a pass costs once."""
-    flat, steep = RoundCosts(0.5, (1.0,) * 9), RoundCosts(0.5, tuple(1 + 0.3 * n for n in range(9)))
-    plans = [ChainPlans(costs, 2) for costs in (flat, steep)]
-    before = [plan.lengths([8, 8]) for plan in plans]
-    assert before[0] == [8, 8] > before[1] and min(before[1]) > 0
-    for _ in range(40):
-        for plan in plans:
-            plan.draft([4, 4])
-            plan.learn([4, 0])
-    good, bad = plans[1].lengths([8, 8])
-    assert good > before[1][0] > bad == 0
-    plans[1].select([1])
-    assert plans[1].lengths([8]) == [0] and plans[0].lengths([0, 8]) == [0, 0]
-    assert ChainPlans(RoundCosts(9.0, (1.0, 2.0)), 1).lengths([8]) == [0]
 
 
 @pytest.mark.parametrize("later", [0.0, 0.3, 0.6, 1.0])

@@ -16,7 +16,6 @@ import heads.train
 from decoding import generate, load
 from decoding.drafters.registry import head_of
 from decoding.errors import UserError
-from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from heads.eagle.checkpoint import load_head
@@ -193,16 +192,6 @@ def test_a_chain_is_one_pass_and_no_longer_than_trained():
     assert len(sizes) <= done.rounds and max(sizes) == 6, "a pass has an element for each token"
 
 
-def test_nothing_is_drafted_if_it_does_not_pay():
-    target = native_of(hf_model(layers=2))
-    drafter = ParallelEagleDrafter(head=random_parallel_eagle(target), by_cost=True)
-    drafted = [
-        decode(target, drafter, [[3, 4]], Settings(12, costs=costs))[0].drafted
-        for costs in (RoundCosts(0.01, (1.0,) * 9), RoundCosts(9.0, (1.0, 2.0)))
-    ]
-    assert drafted[0] > 0 == drafted[1]
-
-
 # ------------------------------------------------------------------------------------- the job
 
 
@@ -215,7 +204,7 @@ def test_a_head_is_trained_and_loaded_by_the_front_door(tiny_target: Path, tmp_p
     assert card["acceptance"]["chain_block_efficiency"] >= 1
     assert '"parallel_drafting": true' in (folder / "README.md").read_text()
     plain = generate(load(tiny_target, dtype="float64"), "def add(a, b):", max_new_tokens=12)
-    engine = load(tiny_target, {"use": str(folder), "by_cost": False}, dtype="float64")
+    engine = load(tiny_target, str(folder), dtype="float64")
     assert isinstance(engine.drafter, ParallelEagleDrafter) and engine.drafter.width(9) == 4
     drafted = generate(engine, "def add(a, b):", max_new_tokens=12, stopping="fixed")
     assert drafted.tokens == plain.tokens and drafted.stats.tested > 0

@@ -174,15 +174,6 @@ ROWS = [
         table=lambda: ParallelEagleDrafter(head=random_parallel_eagle(draft_table(), 2.0)),
     ),
     DrafterRow(
-        "p_eagle_by_cost",
-        make=lambda kit: parallel_eagle_of(kit, by_cost=True),
-        rules=("greedy", "token", "block", "coupled"),
-        table=lambda: ParallelEagleDrafter(
-            head=random_parallel_eagle(draft_table(), 2.0), by_cost=True
-        ),
-        slow=True,
-    ),
-    DrafterRow(
         "parallelspec",
         make=lambda kit: parallel_eagle_of(kit, by_depth=True),
         rules=("greedy", "token", "block", "coupled"),
