@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.models.native import rope
+from decoding.models.native.linear import Linear, PlainLinear
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of some positions, (..., 1, D)
 
@@ -35,6 +36,14 @@ def rope_at(tables: Rope, positions_X: Tensor) -> Rope:
     """Return cos and sin (..., 1, D) at these positions."""
     cos_T1D, sin_T1D = tables
     return cos_T1D[positions_X], sin_T1D[positions_X]
+
+
+def share_weights(layers: list[nn.Linear], joined: Linear) -> None:
+    """Let the weights of linear layers be parts of their joined weight, which is not packed."""
+    assert isinstance(joined, PlainLinear)
+    parts = joined.weight_OI.split([layer.out_features for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
 
 
 class FeedForward(nn.Module):

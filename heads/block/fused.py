@@ -7,17 +7,17 @@ normed, and the text's keys and values are only made elsewhere. The eager versio
 Shapes: B rows, S slots, K drafted tokens, H hidden size.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from decoding.interfaces import Target
 from decoding.models.native.fused import FusedForward, fuse_linears, refuse
-from decoding.models.native.linear import PlainLinear
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.skips import Skips
 from decoding.models.native.weights import NativeConfig, Weights
 from heads.block.context import StoredContext
 from heads.block.model import BlockHead, BlockLayer
 from heads.block.shape import CAUSAL
+from heads.layers import share_weights
 
 
 class FusedPass:
@@ -54,8 +54,8 @@ class FusedPass:
         for layer, joined in zip(head.layers, weights.layers, strict=True):
             assert isinstance(layer, BlockLayer)
             attention, mlp = layer.self_attn, layer.mlp
-            _share([attention.q_proj, attention.k_proj, attention.v_proj], joined.qkv)
-            _share([mlp.gate_proj, mlp.up_proj], joined.gate_up)
+            share_weights([attention.q_proj, attention.k_proj, attention.v_proj], joined.qkv)
+            share_weights([mlp.gate_proj, mlp.up_proj], joined.gate_up)
         fuse_linears(head)
 
     def takes(self, ids_BS: Tensor) -> bool:
@@ -76,11 +76,3 @@ def make_pass(head: BlockHead, target: Target) -> FusedPass | None:
     weight = head.norm.weight
     builds = refuse(weight.dtype, weight.device) is None and not head.config.conv_taps
     return FusedPass(head, target) if builds and isinstance(target, NativeTarget) else None
-
-
-def _share(layers: list[nn.Linear], joined: object) -> None:
-    """Let the weights of linear layers be parts of their joined weight."""
-    assert isinstance(joined, PlainLinear)
-    parts = joined.weight_OI.split([layer.out_features for layer in layers])
-    for layer, part in zip(layers, parts, strict=True):
-        layer.weight = nn.Parameter(part, requires_grad=False)

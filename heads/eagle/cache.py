@@ -30,7 +30,7 @@ from heads.layers import Rope, rope_at
 class HeldRows(NamedTuple):
     """Rows of a cache that others are opened beside: states, keys and values, and three counts."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]
+    tensors: tuple[Tensor, Tensor]
     counts: tuple[list[int], list[int], list[int]]
 
 
@@ -50,7 +50,7 @@ class HeadCache:
         self.lengths_B: list[int] = []  # slots of verified text, that of the first token included
         self._known_B: list[int] = []  # states of the target
         self._starts_B: list[int] = []  # slots before the draft
-        self._states_BTH = self._keys_BTKD = self._values_BTKD = torch.empty(0)
+        self._states_BTH = self._cache_12BKTD = torch.empty(0)
         self._rope: Rope = (torch.empty(0), torch.empty(0))
         # of the draft: parents of its nodes, -1 for the first; `_starts_B`; whether its text has no
         # states, so that it sees its first token's element
@@ -62,8 +62,8 @@ class HeadCache:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         # Zeros, not empty: masked slots are multiplied by weight 0, and 0 x NaN is NaN. One more
         # slot takes the padding.
-        shape = (rows, capacity + 1, config.num_kv_heads, config.head_dim)
-        self._keys_BTKD, self._values_BTKD = empty.new_zeros(shape), empty.new_zeros(shape)
+        shape = (1, 2, rows, config.num_kv_heads, capacity + 1, config.head_dim)
+        self._cache_12BKTD = empty.new_zeros(shape)
         self._states_BTH = empty.new_zeros(rows, capacity + 1, config.hidden_size)
         self._rope = self.head.rope_tables(capacity + 1)
         self.lengths_B, self._known_B = [1] * rows, [0] * rows
@@ -72,7 +72,7 @@ class HeadCache:
     def open_more(self, rows: int) -> HeldRows:
         """Start empty rows alone, with as many slots; return the running ones for `put_before`."""
         held = HeldRows(
-            (self._states_BTH, self._keys_BTKD, self._values_BTKD),
+            (self._states_BTH, self._cache_12BKTD),
             (self.lengths_B, self._known_B, self._starts_B),
         )
         self.open(rows, self._states_BTH.shape[1] - 1)
@@ -80,10 +80,9 @@ class HeadCache:
 
     def put_before(self, held: HeldRows) -> None:
         """Place rows that `open_more` returned before the others; no draft is open then."""
-        tensors = self._states_BTH, self._keys_BTKD, self._values_BTKD
-        self._states_BTH, self._keys_BTKD, self._values_BTKD = (
-            torch.cat(pair) for pair in zip(held.tensors, tensors, strict=True)
-        )
+        states_BTH, cache_12BKTD = held.tensors
+        self._states_BTH = torch.cat((states_BTH, self._states_BTH))
+        self._cache_12BKTD = torch.cat((cache_12BKTD, self._cache_12BKTD), 2)
         counts = self.lengths_B, self._known_B, self._starts_B
         self.lengths_B, self._known_B, starts_B = (
             [*old, *new] for old, new in zip(held.counts, counts, strict=True)
@@ -124,8 +123,11 @@ class HeadCache:
         Tokens after the text's tip, whose states the target has not computed, must be those of the
         row's last draft, a chain, which then continues from the state that it computed.
         """
-        tips_B1 = self._begin_after(sequences_B)
-        return self.run(tips_B1, torch.full_like(tips_B1, -1))[:, 0]
+        return self.extend(self._begin_after(sequences_B))[:, 0]
+
+    def extend(self, tokens_B1: Tensor) -> Tensor:
+        """Add a node after the draft's last one; return the logits (B, 1, V) of its next token."""
+        return self.run(tokens_B1, torch.full_like(tokens_B1, self.num_nodes - 1))
 
     def draft_in_one_pass(self, sequences_B: Tokens, count: int) -> Tensor:
         """Draft `count` tokens after these texts; return their logits (B, count, V)."""
@@ -160,20 +162,21 @@ class HeadCache:
         mask = torch.zeros(1, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill(visible_BNT[:, None, -P:].logical_not(), float("-inf"))
         mask = mask.repeat(1, 1, config.num_heads // config.num_kv_heads, 1)
-        keys_BKTD, values_BKTD = (
-            each[:, :end].transpose(1, 2) for each in (self._keys_BTKD, self._values_BTKD)
-        )
+        keys_BKTD, values_BKTD = self._cache_12BKTD[0, :, :, :, :end]
         mixed_BPQD = grouped_attention(q_BPQD, keys_BKTD, values_BKTD, mask)
         features_BPH, outputs_BPH = self.head.step(residual_BPH, mixed_BPQD)
         self._write(self._states_BTH, outputs_BPH, slots_BP + 1)
-        logits = self.lm_head(features_BPH)
-        return spread(logits, self._ids_V, config.vocab_size, float("-inf"))
+        return self._spread(self.lm_head(features_BPH))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary."""
+        return spread(logits, self.head.token_ids_V, self.vocab_size, float("-inf"))
 
     def time_nodes(self, count: int) -> None:
         """Run `count` nodes for timing, after which no draft is open."""
         ids = torch.zeros(len(self.lengths_B), count, dtype=torch.long, device=self.device)
         self._begin(self._starts_B)
-        self.run(ids, ids - 1)
+        self.extend(ids) if count == 1 else self.run(ids, ids - 1)
         self._begin(self._starts_B)
 
     def time_pass(self, count: int) -> None:
@@ -196,9 +199,8 @@ class HeadCache:
         self.lengths_B = [self.lengths_B[row] for row in rows]
         self._known_B = [self._known_B[row] for row in rows]
         kept_B = devices.tensor(list(rows), self.device)
-        self._states_BTH, self._keys_BTKD, self._values_BTKD = (
-            each[kept_B] for each in (self._states_BTH, self._keys_BTKD, self._values_BTKD)
-        )
+        self._states_BTH = self._states_BTH[kept_B]
+        self._cache_12BKTD = self._cache_12BKTD[:, :, kept_B]
         self._begin([self._starts_B[row] for row in rows])
 
     def chain_call(self, num_tokens: int) -> None:
@@ -208,10 +210,6 @@ class HeadCache:
     def num_nodes(self) -> int:
         """Number of nodes of the draft."""
         return self._parents_BN.shape[1]
-
-    @property
-    def _ids_V(self) -> Tensor | None:
-        return self.head.token_ids_V
 
     def _run_masked(self, tips_B1: Tensor, count: int) -> Tensor:
         """Add the tips and mask elements to the draft; return the logits (B, count, V)."""
@@ -246,8 +244,9 @@ class HeadCache:
         embedded_BWH = self.embed(tokens_BW).to(self.device, self.dtype)
         inputs, residual_BWH = self.head.join(embedded_BWH, hidden_BWH)
         keys_BWKD, values_BWKD = layer.self_attn.keys_values(inputs, rope)
-        self._write(self._keys_BTKD, keys_BWKD, slots_BW)
-        self._write(self._values_BTKD, values_BWKD, slots_BW)
+        rows_B1 = torch.arange(len(slots_BW), device=self.device)[:, None]
+        for cached_BKTD, new_BWKD in zip(self._cache_12BKTD[0], (keys_BWKD, values_BWKD)):
+            cached_BKTD[rows_B1, :, slots_BW] = new_BWKD
         return inputs, residual_BWH, rope
 
     def _slots(self, firsts_B: Sequence[int], counts_B: Sequence[int]) -> Tensor:
@@ -260,9 +259,9 @@ class HeadCache:
         ]
         return devices.tensor(slots, self.device, torch.long)
 
-    def _write(self, cache_BTx: Tensor, values_BWx: Tensor, slots_BW: Tensor) -> None:
+    def _write(self, states_BTH: Tensor, new_BWH: Tensor, slots_BW: Tensor) -> None:
         rows_B1 = torch.arange(len(slots_BW), device=self.device)[:, None]
-        cache_BTx[rows_B1, slots_BW] = values_BWx
+        states_BTH[rows_B1, slots_BW] = new_BWH
 
     def _at(self, values_BTH: Tensor, places_BP: Tensor) -> Tensor:
         """Return the values (B, P, H) at these places of each row."""

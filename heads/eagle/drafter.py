@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from decoding.costs.roofline import ForwardBudget
@@ -35,6 +34,7 @@ from decoding.models.load import DTYPES
 from decoding.sampling.token_chooser import likeliest_chooser
 from heads.eagle.cache import HeadCache
 from heads.eagle.checkpoint import load_head
+from heads.eagle.fused import make_cache
 from heads.eagle.model import EagleHead
 from training.heads import budget
 from training.heads.drafter import (
@@ -72,6 +72,7 @@ class EagleDrafter(RankedTree):
         name: str | None = None,
         execution: str = "eager",
     ) -> None:
+        self._execution = execution if head is None else "eager"
         head = load_to_draft(folder, head, load_head, dtype, device, execution)
         kind = "eagle1" if head.config.predicts_states else "eagle3"
         name = choose_name(name, folder, kind)
@@ -94,6 +95,7 @@ class EagleDrafter(RankedTree):
         )
         self._chain = shape == "chain"
         self._longest_text = 0  # of the target
+        self._target: Target | None = None
         tree = self.capabilities
         self.capabilities = Capabilities(
             shape,
@@ -126,6 +128,9 @@ class EagleDrafter(RankedTree):
         super().prepare(target, costs)
         check_target(self.name, self.config, self.cache.device, target)
         self.capabilities = replace(self.capabilities, taps=self.config.taps_of(target.num_layers))
+        if target is not self._target:
+            cache = make_cache(self.cache.head, self.name, target, self._execution)
+            self.model, self._target = cast(Target, cache), target
         self.cache.embed, self._longest_text = target.embed, target.max_length
         if self.config.predicts_states:
             dtype = DTYPES[target.dtype]
@@ -231,7 +236,7 @@ class EagleDrafter(RankedTree):
         return self.cache.start(unseen_B)
 
     def _step(self, tokens_B1: Tensor, counts_B: Sequence[int]) -> Tensor:
-        return self.cache.run(tokens_B1, torch.full_like(tokens_B1, self.cache.num_nodes - 1))[:, 0]
+        return self.cache.extend(tokens_B1)[:, 0]
 
     def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
         """Return the logits (B, `last`, V) after the last nodes; the others have run before."""

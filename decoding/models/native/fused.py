@@ -117,14 +117,18 @@ class FusedForward:
         """Return whether forwards over this many new tokens, in all rows, run fused."""
         return rows <= self._widest
 
-    def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-        """Use this cache and these rope tables (S, D)."""
+    def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor], first_slot: int = 0) -> None:
+        """Use this cache and these rope tables (S, D).
+
+        first_slot: the one that is seen first, from which `lengths_B` count.
+        """
         self._cache = cache_L2BHSD
-        self._rope = [table.to(self.sum_dtype).contiguous() for table in rope]
+        self._rope = [table[first_slot:].to(self.sum_dtype).contiguous() for table in rope]
         self.model.S = cache_L2BHSD.shape[4]
         self.model.cosines, self.model.sines = (table.data_ptr() for table in self._rope)
         for place, (cached, *_) in zip(self._layer, self.layers, strict=True):
-            place.keys, place.values = (part.data_ptr() for part in cache_L2BHSD[cached])
+            parts = cache_L2BHSD[cached, :, :, :, first_slot:]
+            place.keys, place.values = (part.data_ptr() for part in parts)
 
     def __call__(
         self,
@@ -202,6 +206,36 @@ class FusedForward:
         self.check(self.library.forward_step(self.model, forward), N)
         return hidden_BNC
 
+    def join(
+        self,
+        tokens_BN: Tensor,
+        states_BNC: Tensor,
+        lengths_B: Sequence[int],
+        nodes_B: Sequence[int] | None,
+        before_norm: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and states of tokens, each of which is read beside a state.
+
+        It is for a first layer that joins the two (`Layer.state_norm_C`). nodes_B: the one token of
+        each row whose logits are wanted, as (B, 1, V); None: all. The states (B, N, C) are those
+        after the final norm, or with `before_norm` those before it. Raises IndexError for a token
+        outside the vocabulary.
+        """
+        (B, N), tokens_BN = tokens_BN.shape, tokens_BN.contiguous()
+        states_BNC, hidden_BNC = states_BNC.contiguous(), torch.empty_like(states_BNC)
+        shape = (B, N if nodes_B is None else 1, self.weights.config.head_rows)
+        logits, nodes = torch.empty(shape, dtype=self.sum_dtype), None
+        if nodes_B is not None:
+            nodes = ctypes.cast((ctypes.c_int32 * B)(*nodes_B), ctypes.c_void_p)
+        forward = Forward(
+            B, N, 1, torch.get_num_threads(), False, address(tokens_BN), None,
+            (ctypes.c_int64 * B)(*lengths_B), self.columns((len(self.layers),)),
+            address(hidden_BNC), address(logits), nodes, None, False, address(states_BNC),
+            before_norm,
+        )  # fmt: skip
+        self.check(self.library.forward_step(self.model, forward), N)
+        return logits, hidden_BNC
+
     def write(self, states_BNC: Tensor, lengths_B: Sequence[int]) -> None:
         """Write keys and values of tokens after committed ones, from the states before the layers.
 
@@ -255,11 +289,12 @@ class FusedForward:
             for product in products
             if isinstance(product, PlainLinear)  # all of them, as the weights are not packed
         )
-        norms = layer.attention_norm_C, layer.query_key_norm_QHD, layer.mlp_norm_C
-        before, heads, between = map(self._hold, norms)
+        norms = layer.attention_norm_C, layer.state_norm_C, layer.query_key_norm_QHD
+        before, state, heads = map(self._hold, norms)
+        between = self._hold(layer.mlp_norm_C)
         empty = (None, None)  # the cache, until `bind`
         return library.Layer(
-            before, *qkv, heads, *out, between, *gate_up, *down, *empty, attends, feeds
+            before, state, *qkv, heads, *out, between, *gate_up, *down, *empty, attends, feeds
         )
 
     def _hold(self, tensor: Tensor | None) -> int | None:

@@ -34,7 +34,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "attention_norm", "qkv", "qkv_bias", "head_norm", "out", "out_bias",
+            "attention_norm", "state_norm", "qkv", "qkv_bias", "head_norm", "out", "out_bias",
             "mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias", "keys", "values",
         )),
         *((name, ctypes.c_int32) for name in ("attends", "feeds")),
@@ -66,6 +66,7 @@ class Forward(ctypes.Structure):
         ("places", ctypes.POINTER(ctypes.c_int32)),
         ("sees_all", ctypes.c_int32),
         ("states", ctypes.c_void_p),
+        ("before_norm", ctypes.c_int32),
     ]
 
 

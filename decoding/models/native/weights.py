@@ -95,6 +95,8 @@ class Layer:
     mlp_norm_C: Tensor
     gate_up: Linear
     down: Linear
+    # EAGLE-3: the norm of the state that is read beside the embedding (heads/eagle/fused.py)
+    state_norm_C: Tensor | None = None
 
     def project(
         self, config: NativeConfig, x_BNC: Tensor, cos: Tensor, sin: Tensor
@@ -220,7 +222,7 @@ class Weights:
         return make_linear(weight, bias, self.packed)
 
     def _layer(self, prefix: str) -> Layer:
-        config, head_norms = self.config, None
+        config, head_norms, state_norm = self.config, None, f"{prefix}hidden_norm.weight"
         if config.family == "qwen3":
             query = self._take(f"{prefix}self_attn.q_norm.weight")
             key = self._take(f"{prefix}self_attn.k_norm.weight")
@@ -235,4 +237,5 @@ class Weights:
             mlp_norm_C=self._take(f"{prefix}post_attention_layernorm.weight"),
             gate_up=self._linear(f"{prefix}mlp.", ("gate_proj", "up_proj")),
             down=self._linear(f"{prefix}mlp.", ("down_proj",)),
+            state_norm_C=self._take(state_norm) if state_norm in self._state else None,
         )

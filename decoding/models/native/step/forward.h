@@ -31,7 +31,9 @@ class Step {
     int64_t longest = 0;
     for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
     scores_ = longest + f_.N;
-    const int64_t per_thread = int64_t(M_) * m_.C + MOST_HEADS * (scores_ + 2 * m_.D);
+    normed_ = int64_t(M_) * m_.C;
+    if (m_.layers > 0 && m_.layer[0].state_norm != nullptr) normed_ = 2 * normed_ + m_.C;
+    const int64_t per_thread = normed_ + MOST_HEADS * (scores_ + 2 * m_.D);
     const int64_t shared = int64_t(M_) * (m_.C + (m_.Q + 2 * m_.H) * m_.D + m_.Q * m_.D + m_.F);
     const size_t bytes = (shared + per_thread * team.size()) * sizeof(A) + 64;
     if (memory.size() < bytes) memory.resize(bytes);
@@ -56,7 +58,7 @@ class Step {
  private:
   void thread(int rank) {
     Input<T>* normed = reinterpret_cast<Input<T>*>(own_ + (shares_norms() ? 0 : rank * own_size_));
-    A* memory = own_ + rank * own_size_ + int64_t(M_) * m_.C;
+    A* memory = own_ + rank * own_size_ + normed_;
     Pieces* pieces = pieces_.get();
     for (int row; (row = pieces->take()) < M_;) {
       const T* input = f_.states == nullptr ? static_cast<const T*>(m_.embedding) + f_.tokens[row] * m_.C
@@ -76,7 +78,8 @@ class Step {
     }
     norm_all(m_.norm, rank, normed);
     if (f_.columns[m_.layers] >= 0)
-      for (int row = rank; row < M_; row += team_.size()) save(normed + row * m_.C, m_.layers, row);
+      for (int row = rank; row < M_; row += team_.size())
+        f_.before_norm ? tap(m_.layers, row) : save(normed + row * m_.C, m_.layers, row);
     if (f_.logits == nullptr) return;
     if (f_.nodes != nullptr)
       for (int b = 0; b < f_.B; ++b) {
@@ -109,6 +112,18 @@ class Step {
     if (shares_norms()) team_.barrier();
   }
 
+  // The embeddings of the tokens and the states, each normed, side by side.
+  void norm_both(const Layer& layer, Input<T>* normed) {
+    const int64_t C = m_.C;
+    A* embedded = reinterpret_cast<A*>(normed) + 2 * M_ * C;
+    for (int row = 0; row < M_; ++row, normed += 2 * C) {
+      const T* token = static_cast<const T*>(m_.embedding) + f_.tokens[row] * C;
+      for (int c = 0; c < C; ++c) embedded[c] = widen(token[c]);
+      rms_norm(embedded, static_cast<const T*>(layer.attention_norm), C, m_.eps, normed);
+      rms_norm(x_ + row * C, static_cast<const T*>(layer.state_norm), C, m_.eps, normed + C);
+    }
+  }
+
   // x += weight @ inputs
   void add_product(const void* weight, const void* bias, int64_t K, const Input<T>* inputs, Pieces& pieces) {
     product(static_cast<const T*>(weight), static_cast<const T*>(bias), m_.C, K, inputs, M_, pieces,
@@ -119,8 +134,9 @@ class Step {
 
   void attention(const Layer& layer, int rank, Input<T>* normed, A* memory, Pieces* pieces) {
     const int heads = m_.Q + 2 * m_.H, D = m_.D;
-    norm_all(layer.attention_norm, rank, normed);
-    product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C,
+    const bool joins = layer.state_norm != nullptr;
+    joins ? norm_both(layer, normed) : norm_all(layer.attention_norm, rank, normed);
+    product(static_cast<const T*>(layer.qkv), static_cast<const T*>(layer.qkv_bias), int64_t(heads) * D, m_.C * (1 + joins),
             normed, M_, pieces[0],
             [&](int row, int64_t output, int count, const A* values) {
               store(qkv_ + row * int64_t(heads) * D + output, values, count);
@@ -287,7 +303,7 @@ class Step {
   const int M_;
   A *x_, *qkv_, *own_;
   Input<T>*attended_, *active_;
-  int64_t own_size_, scores_;
+  int64_t own_size_, normed_, scores_;
   std::unique_ptr<Pieces[]> pieces_;
   std::vector<Run> runs_;  // of prompts whose attention is computed in tiles
 };
@@ -307,7 +323,7 @@ Team& team_of(int threads) {
 bool is_valid(const Model& model, const Forward& forward) {
   for (int b = 0; b < forward.B; ++b) {
     if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
-    for (int n = 0; n < forward.N && forward.states == nullptr; ++n) {
+    for (int n = 0; n < forward.N && forward.tokens != nullptr; ++n) {
       const int64_t token = forward.tokens[b * forward.N + n];
       if (token < 0 || token >= model.vocabulary) return false;
       if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;

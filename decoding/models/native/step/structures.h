@@ -14,6 +14,9 @@ extern "C" {
 // All pointers of a layer are to contiguous arrays of the model's dtype; null where the layer has none.
 struct Layer {
   const void* attention_norm;  // (C,)
+  // (C,) of a layer that reads a token and a state side by side: `attention_norm` norms the token's embedding, and this
+  // the state before the layer. Its `qkv` has 2 * C inputs. Null: other layers
+  const void* state_norm;
   const void* qkv;             // (Q + 2 * H) * D outputs
   const void* qkv_bias;
   const void* head_norm;       // (Q + H, D)
@@ -55,7 +58,8 @@ struct Forward {
   const int32_t* nodes;    // (B,) the one node of each row whose logits are wanted, as (B, V); null: all nodes
   const int32_t* places;   // (B,) rows of the cache, in which a row may be again, further on; null: 0 to B - 1
   int32_t sees_all;        // whether each token sees all new tokens of its row; only without parents
-  const void* states;      // (B, N, C) of the model's dtype, read in place of the tokens' embeddings; null: none
+  const void* states;      // (B, N, C) of the model's dtype, the states before the layers; null: the tokens' embeddings
+  int32_t before_norm;     // whether the last layer's hidden states are those before the final norm
 };
 
 // The random numbers of a round (decoding/sampling/noise.py), and the temperature at which they sample.
