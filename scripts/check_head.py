@@ -7,7 +7,7 @@ layers that the head reads and that servers would read, and the keys of config.j
 project does not know. With a target it also measures how well each reading of its taps and slots
 explains text that the target writes (training/heads/probe.py). It ends with status 1 for a folder
 that is incomplete, of another target, or read in the wrong layout: decoding would still be
-lossless, but hardly any drafted token would be accepted.
+lossless, but fewer drafted tokens would be accepted.
 
 A block drafter whose config.json has no sample_from_anchor needs `layout=`. With a target instead,
 both layouts are probed, and the one that fits is printed.

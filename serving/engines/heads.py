@@ -50,7 +50,7 @@ def served_head(drafter: Drafter, folder: Path, num_layers: int) -> ServedHead |
     """Return how vLLM runs a head, or a model that drafts in one pass; None for other drafters.
 
     num_layers: the target's. Raises UserError for a head that vLLM refuses, or that it would load
-    and read otherwise, so that hardly a token is accepted.
+    and read otherwise, so that fewer tokens are accepted.
     """
     if isinstance(drafter, ParallelChain):
         return ServedHead(PARD, drafter.tokens)

@@ -122,9 +122,8 @@ def test_a_head_that_no_reading_explains_is_refused(row: HeadRow) -> None:
 @pytest.mark.parametrize(
     ("gain", "noise", "warned", "refused"),
     [
-        (0.0, 0.01, False, False),
+        (-1.2 * LEAST_GAIN, 0.01, False, False),
         (0.8 * LEAST_GAIN, 0.01, True, False),
-        (0.8 * LEAST_GAIN, 2.0, False, False),  # less than three standard errors
         (1.2 * LEAST_GAIN, 0.01, False, True),
     ],
 )
@@ -147,6 +146,30 @@ def test_a_small_gain_of_a_neighbouring_layer_is_a_warning(
     if warned:
         assert "0.040 nats a token more likely if its taps are read one layer later" in words
         assert "Compare the numbers of its layers" in words
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "told"),
+    [
+        (-1.2 * LEAST_GAIN, 0.01, True),  # the control: the folder's layers are better
+        (-0.8 * LEAST_GAIN, 0.01, False),
+        (-1.2 * LEAST_GAIN, 2.0, False),  # less than three standard errors
+        (0.8 * LEAST_GAIN, 2.0, False),
+    ],
+)
+def test_layers_that_the_text_does_not_tell_apart_are_a_warning(
+    gain: float, noise: float, told: bool
+) -> None:
+    random = np.random.default_rng(0)
+    log_q_N, more_N = random.normal(-2, 1, 400), random.normal(0, noise, 400)
+    other = Reading(-1, 0, 0.5, log_q_N + gain + more_N - more_N.mean())
+    found = Probe([Reading(0, 0, 0.5, log_q_N), other], commonest=0.1)
+    check_reading(found, "HEAD")
+    words = describe_doubt(found)
+    assert bool(words) is not told
+    if words:
+        assert f"by {gain:+.3f} if its taps are read one layer earlier" in words
+        assert "So they may be numbered one off" in words
 
 
 @pytest.mark.parametrize(("gain", "noise"), [(0.8 * LEAST_GAIN, 0.01), (0.5, 4.0), (0.5, 0.01)])

@@ -156,8 +156,8 @@ def test_heads_that_vllm_refuses_or_reads_otherwise_are_refused(
     [
         ("served", {}, ""),
         ("speculators", {}, ""),
-        ("modelopt", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: hardly a token"),
-        ("specforge", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: hardly a token"),
+        ("modelopt", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: fewer tokens"),
+        ("specforge", {}, r"it reads hidden_states 0, 1, 2 .*, NOT 1, 2, 3: fewer tokens"),
         ("speculators", {"taps": (1, 3)}, "reads 3 layers in this layout, and the head 2"),
         ("served", {"parallel": 3}, ""),
         ("speculators", {"parallel": 3}, ""),

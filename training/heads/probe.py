@@ -9,7 +9,8 @@ of blocks, in which the first slot has another part, so that it is no mere shift
 the taps. The best reading must explain the text better than the text's commonest token. A folder is
 refused if another reading than its own is better by more than three standard errors and by more
 than 0.05 nats a token. A smaller sure gain is only a warning: a head that is read correctly may
-gain as much from a neighbouring layer, whose states are alike.
+gain as much from a neighbouring layer, whose states are alike. So is a neighbouring layer that is
+as good as the folder's: heads of little training read both alike, and then the probe cannot tell.
 
 Shapes: C channels, N predictions, V drafted vocabulary.
 """
@@ -98,6 +99,14 @@ class Probe:
     def is_doubtful(self) -> bool:
         """Return whether another reading is surely better, but by no more than LEAST_GAIN."""
         return self._is_surely_better and self.gain <= LEAST_GAIN
+
+    @property
+    def alike(self) -> list[Reading]:
+        """Return the readings of neighbouring layers that are not surely and much worse."""
+        others = [one for one in self.readings if one.layers and not (one.places or one.layout)]
+        differences = [self.stored.log_q_N - one.log_q_N for one in others]
+        told = [each.mean() > LEAST_GAIN and _standard_errors(each) > SURE for each in differences]
+        return [one for one, sure in zip(others, told, strict=True) if not sure]
 
     @property
     def gain(self) -> float:
@@ -218,9 +227,17 @@ def check_explained(found: Probe, name: str) -> None:
 
 
 def describe_doubt(found: Probe) -> str:
-    """Return a warning if another reading is surely better, but too little to refuse the folder."""
+    """Return a warning if the text does not tell the folder's layers from others; "" if it does."""
     if not found.is_doubtful:
-        return ""
+        if found.is_misread or not found.alike:
+            return ""
+        nats = [f"{one.score - found.stored.score:+.3f} if {_describe(one)}" for one in found.alike]
+        return (
+            f"the target's text does not tell the head's layers from neighbouring ones. It changes "
+            f"in nats a token by {', and by '.join(nats)}; less than {LEAST_GAIN}, or less than "
+            f"{SURE:g} standard errors, says nothing. So they may be numbered one off: compare the "
+            f"numbers with those of the tool that trained the head, or train it longer."
+        )
     return (
         f"the target's text is {found.gain:.3f} nats a token more likely if "
         f"{_describe(found.best)}. That is surely more, but a head that is read correctly may gain "

@@ -242,8 +242,8 @@ class Server:
         if not path or read == tuple(shape.taps):
             return ""
         return (
-            f"reads hidden_states {listed(read)} ({path}), NOT {listed(shape.taps)}: hardly a "
-            f"token would be accepted. Write the folder anew with scripts/export_head.py"
+            f"reads hidden_states {listed(read)} ({path}), NOT {listed(shape.taps)}: fewer "
+            f"tokens would be accepted. Write the folder anew with scripts/export_head.py"
         )
 
     def _layers_in(self, values: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
