@@ -48,19 +48,24 @@ def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[
 
 
 def choose_tree(
-    accuracy_KR: Sequence[Sequence[float]], costs: RoundCosts | None, most: int = MOST_NODES
+    accuracy_KR: Sequence[Sequence[float]],
+    costs: RoundCosts | None,
+    most: int = MOST_NODES,
+    has_passed: bool = False,
 ) -> list[Path]:
     """Return the tree with the most expected tokens per millisecond; empty if no draft pays.
 
     costs: None selects the `most` likeliest nodes. A draft of any tree costs one pass of all heads
-    (t_draft_ms), and its nodes are verified in one forward.
+    (t_draft_ms), and its nodes are verified in one forward. has_passed: whether the pass has
+    already run, so that an empty tree costs it too.
     """
     grown = grow_tree(accuracy_KR, most)
     if costs is None:
         return [path for path, _ in grown]
 
     def round_ms(nodes: int) -> float:
-        return costs.drafted_ms(costs.t_draft_ms, nodes) if nodes else costs.plain_ms
+        drafts = nodes > 0 or has_passed
+        return costs.drafted_ms(costs.t_draft_ms, nodes) if drafts else costs.plain_ms
 
     size, _ = best_prefix((value for _, value in grown), round_ms)
     return [path for path, _ in grown[:size]]

@@ -162,12 +162,14 @@ class RoundPlanner:
     def chain_length(self, budget: int) -> int:
         """Return the draft length with the most expected tokens per millisecond, 0 if none pays.
 
-        Call it once per round.
+        None pays either where the request's rounds with drafts, dropped ones too, have had fewer
+        tokens per millisecond than a round without. Call it once per round.
         """
         accepted = self.acceptance.value
         chances = (accepted**depth for depth in range(1, budget + 1))
-        length, _ = best_prefix(chances, lambda length: self.costs.round_ms(length, length))
-        return length if self._backoff.drafts(length > 0) else 0
+        length, rate = best_prefix(chances, lambda length: self.costs.round_ms(length, length))
+        gains = self._drafting_rate.value_with(rate) > 1 / self.costs.plain_ms
+        return length if self._backoff.drafts(length > 0 and gains) else 0
 
     def step_gain(self, reached: float, frontier: int, nodes: int) -> float:
         """Return the expected tokens of another draft step, less what the request gains meanwhile.
@@ -189,6 +191,11 @@ class RoundPlanner:
             accepted, ms = 0, 0.0
         self._drafting_rate.update((1 + accepted) * bool(steps), ms)
         self.acceptance.update(accepted, min(accepted + 1, steps))
+
+    def learn_dropped(self) -> None:
+        """Update the estimates after a round whose draft step was taken and its tokens dropped."""
+        self._drafting_rate.update(1, self.costs.drafted_ms(self.costs.step_ms(1), 0))
+        self.acceptance.update(0, 0)
 
 
 class StepPlanner(RoundPlanner):

@@ -156,13 +156,20 @@ class CostRatioByRound(Fixed):
 
     def __init__(self, costs: RoundCosts) -> None:
         self.planner = RoundPlanner(costs)
+        self._asked = 0  # tokens at most, in this round
 
     def limit(self, budget: int) -> int:
         """Return the draft length with the most expected tokens per millisecond, 0 if none pays."""
-        return self.planner.chain_length(budget)
+        self._asked = self.planner.chain_length(budget)
+        return self._asked
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Update the acceptance rate and the tokens per millisecond."""
+        """Update the acceptance rate and the tokens per millisecond.
+
+        A drafter that was asked for tokens and drafted none has taken a step for nothing.
+        """
+        if self._asked and not drafted:
+            return self.planner.learn_dropped()
         self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
 
 

@@ -171,6 +171,8 @@ class BlockDrafter:
     ) -> None:
         """Store the keys and values of each prompt without its tip."""
         self._context = StoredContext(self.head, len(prompts_B), capacity)
+        if self._trees is not None:
+            self._trees.open(len(prompts_B), self._costs)
         if prefill_hidden_BNC is not None:
             counts_B = [len(prompt) - 1 for prompt in prompts_B]
             self._context.append(self._convert(prefill_hidden_BNC), counts_B)
@@ -179,10 +181,14 @@ class BlockDrafter:
         """Store the keys and values of each new prompt without its tip."""
         states = None if prefill_hidden_BNC is None else self._convert(prefill_hidden_BNC)
         self._stored.extend(states, [len(prompt) - 1 for prompt in prompts_B])
+        if self._trees is not None:
+            self._trees.add_rows(len(prompts_B))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Keep the tokens before those that the target has just read, and add these."""
         context = self._stored
+        if self._trees is not None:
+            self._trees.open(1, self._costs)
         new = 0 if hidden_NC is None else len(hidden_NC)
         context.truncate([len(prompt) - 1 - new])
         if hidden_NC is not None:
@@ -202,6 +208,8 @@ class BlockDrafter:
     ) -> Proposal:
         """Draft each row's chain or tree, at most as deep as its budget."""
         depths_B = [min(budget, self.config.num_drafts) for budget in budgets_B]
+        if self._trees is not None:
+            depths_B = self._trees.depths(depths_B)
         depth = max(depths_B)
         self._drafted = depth > 0
         if depth == 0:
@@ -212,7 +220,7 @@ class BlockDrafter:
         self._stored.truncate(known_B)
         if self._trees is not None:
             logits_BKV = self._spread(self._logits(hidden_BKH))
-            return self._trees.proposal(logits_BKV, depths_B, chooser, self._costs)
+            return self._trees.proposal(logits_BKV, depths_B, chooser)
         q: list[Tensor] = []
 
         def choose(logits_BV: Tensor, number: int) -> Tensor:
@@ -333,6 +341,8 @@ class BlockDrafter:
         states_BNX, counts_B = accepted_states(observation)
         self._stored.append(self._convert(states_BNX), counts_B, wait=not self._drafted)
         self._drafted = False
+        if self._trees is not None:
+            self._trees.learn(observation.outcome.accepted_B)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Drop tokens past these lengths."""
@@ -341,6 +351,8 @@ class BlockDrafter:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._stored.select(rows)
+        if self._trees is not None:
+            self._trees.select(rows)
 
     def draft_budget(
         self, target: Target, steps: float, gamma: int, context: int, rows: float

@@ -15,17 +15,60 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Proposal, RoundCosts
+from decoding.stopping.planner import RoundPlanner
 from heads.rank_trees import RANKS, choose_tree
 
 LEAST_CHANCE = 1e-6  # of a token that is worth a node
 
 
 class TreePlanner:
-    """Chooser of each round's trees."""
+    """Chooser of each round's trees.
+
+    With costs, a row whose trees have not paid pauses (`RoundPlanner`): whether a tree pays is seen
+    only after the pass.
+    """
 
     def __init__(self, max_nodes: int) -> None:
         """Choose trees of at most `max_nodes` nodes."""
         self.max_nodes = max_nodes
+        self._costs: RoundCosts | None = None
+        self._rows_B: list[RoundPlanner] = []  # with costs
+        self._asked_B: list[int] = []  # depth of each row's tree, at most
+        self._nodes_B: list[int] = []
+
+    def open(self, rows: int, costs: RoundCosts | None) -> None:
+        """Start rows. costs: of a round; None: trees are as large as they may be."""
+        self._costs, self._rows_B = costs, []
+        self.add_rows(rows)
+
+    def add_rows(self, count: int) -> None:
+        """Start further rows."""
+        if self._costs is not None:
+            costs = self._costs.of_one_pass()
+            self._rows_B += [RoundPlanner(costs) for _ in range(count)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        if self._costs is not None:
+            self._rows_B = [self._rows_B[row] for row in rows]
+
+    def depths(self, depths_B: Sequence[int]) -> list[int]:
+        """Return the depth of each row's tree, at most, and 0 where none is expected to pay."""
+        self._asked_B = [*depths_B]
+        if self._costs is not None:
+            rows = zip(self._rows_B, depths_B, strict=True)
+            self._asked_B = [depth * (row.chain_length(depth) > 0) for row, depth in rows]
+        self._nodes_B = [0] * len(depths_B)
+        return self._asked_B
+
+    def learn(self, accepted_B: Sequence[int]) -> None:
+        """End the round."""
+        for b, row in enumerate(self._rows_B):
+            asked, nodes = self._asked_B[b], self._nodes_B[b]
+            if asked and not nodes:
+                row.learn_dropped()
+            else:
+                row.learn_round(asked, accepted_B[b], row.costs.round_ms(asked, nodes))
 
     def width(self, depth: int) -> int:
         """Return the largest number of nodes of a tree of this depth."""
@@ -36,12 +79,8 @@ class TreePlanner:
         logits_BKV: Tensor,
         depths_B: Sequence[int],
         chooser: Chooser,
-        costs: RoundCosts | None,
     ) -> Proposal:
-        """Return each row's tree; it is empty where no draft pays by these costs.
-
-        costs: of a round; None: the largest trees.
-        """
+        """Return each row's tree, empty where no node pays. depths_B: as `depths` returned them."""
         ranks = min(RANKS, logits_BKV.shape[2])
         scored = [
             chooser.log_scores(logits_BKV[:, depth : depth + 1], depth).topk(ranks, dim=-1)
@@ -53,11 +92,12 @@ class TreePlanner:
         chances, ids = devices.read(chances_BKR, ids_BKR)
         tokens, parents = [], []
         for row_chances, row_ids, depth in zip(chances, ids, depths_B, strict=True):
-            paths = choose_tree(row_chances[:depth], costs, self.max_nodes) if depth else []
+            most = self.max_nodes if depth else 0
+            paths = choose_tree(row_chances[: max(depth, 1)], self._costs, most, has_passed=True)
             index = {path: node for node, path in enumerate(paths)}
             tokens.append([int(row_ids[len(path) - 1][path[-1]]) for path in paths])
             parents.append([index.get(path[:-1], -1) for path in paths])
-        counts_B = [len(row) for row in tokens]
+        self._nodes_B = counts_B = [len(row) for row in tokens]
         N, device = max(counts_B), logits_BKV.device
         tokens_BN = devices.tensor([[*row, *[0] * (N - len(row))] for row in tokens], device)
         parents_BN = devices.tensor(

@@ -330,15 +330,37 @@ def test_a_block_is_written_after_the_stored_context_and_nothing_is_copied():
     assert torch.equal(keys[:, :, 9:], second) and torch.equal(keys[:, :, :9], text)
 
 
+def passes_of(drafter: BlockDrafter, rounds: int, costs: RoundCosts) -> tuple[int, int]:
+    """Return the passes and the drafted tokens of a text of so many rounds."""
+    passes: list[int] = []
+    count = drafter.head.register_forward_hook(lambda *_: passes.append(1))
+    settings = Settings(rounds, num_draft_tokens=3, costs=costs, temperature=1.0)
+    (done,) = decode(small_target(), drafter, [[3, 4]], settings)
+    count.remove()
+    return len(passes), done.drafted
+
+
 def test_no_tree_is_drafted_if_none_pays():
+    """Check that trees that do not pay cost no passes, and that a useless head soon pauses."""
     head = random_block(sizes_of(small_target()), in_block_mask="causal")
-    drafter = BlockDrafter(head=head, shape="tree", by_cost=True)
-    cheap, dear = RoundCosts(0.01, (1.0,) * 40), RoundCosts(9.0, (1.0, 2.0))
-    drafted = [
-        decode(small_target(), drafter, [[3, 4]], Settings(12, costs=costs))[0].drafted
-        for costs in (cheap, dear)
-    ]
-    assert drafted[0] > 0 == drafted[1]
+    by_cost = BlockDrafter(head=head, shape="tree", by_cost=True)
+    flat = RoundCosts(0.3, (1.0,) * 40)
+    assert passes_of(by_cost, 60, RoundCosts(9.0, (1.0, 2.0))) == (0, 0)
+    passes, drafted = passes_of(by_cost, 60, flat)
+    assert 0 < passes < 30 and drafted > 0, "tokens are hardly ever accepted"
+    fixed = BlockDrafter(head=head, shape="tree")
+    assert passes_of(fixed, 60, flat)[0] > 50, "the control"
+
+
+def test_a_pass_whose_tokens_are_dropped_counts():
+    """Check a confidence that keeps no token: the stopping rule learns what its passes cost."""
+    head = random_block(sizes_of(small_target()), correction="markov", rank=4, confidence=True)
+    assert head.confidence is not None
+    head.confidence.proj.weight.zero_()
+    head.confidence.proj.bias.fill_(-20.0)
+    drafter, costs = BlockDrafter(head=head, stop_below=0.5), RoundCosts(0.3, (1.0,) * 9)
+    passes, drafted = passes_of(drafter, 100, costs)
+    assert drafted == 0 < passes < 50
 
 
 # ----------------------------------------------------------------------------------- the job
