@@ -99,6 +99,16 @@ def test_the_fit_reduces_the_error_of_other_drafts(true: list[float]):
     assert error_of(other, fitted[::-1]) > error_of(other, ONES) / 2, "each depth has its own"
 
 
+@pytest.mark.parametrize("drafts", [1000, 10])
+def test_a_depth_that_few_drafts_reach_has_no_temperature(drafts: int):
+    fitted = fit_temperatures(synthetic([0.25] * 4, 1, 2 * drafts))
+    ends = replace(synthetic([0.25] * 4, 1, 2 * drafts))
+    ends.survived_MK[:, 1:] = 0.0  # no draft gets to the third token
+    ended = fit_temperatures(ends)
+    assert ended[2:] == [1.0, 1.0]
+    assert (fitted[2] != 1.0) is (ended[0] != 1.0) is (drafts == 1000), "the control: many drafts"
+
+
 def test_calibrated_confidences_stay_as_they_are():
     other = synthetic(ONES, 2)
     error = error_of(other, ONES)

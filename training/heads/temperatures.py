@@ -20,6 +20,7 @@ from torch import Tensor
 BINS = 15
 # from 1/8 to 8; among equal errors the first, nearest to 1, is taken
 GRID = sorted((2 ** (step / 8) for step in range(-24, 25)), key=lambda each: abs(math.log(each)))
+LEAST_DRAFTS = 30  # that get to a depth, of those that its temperature is fitted to
 BEFORE, AFTER = "calibration/error_before", "calibration/error_after"
 _TEMPERATURE = "calibration/temperature"
 
@@ -69,7 +70,11 @@ def mean_error(predicted_MK: Tensor, drafts: Drafts) -> float:
 
 
 def fit_temperatures(drafts: Drafts) -> list[float]:
-    """Return a temperature for each depth, by sequential temperature scaling; 1 without drafts."""
+    """Return a temperature for each depth, by sequential temperature scaling.
+
+    It is 1 for a depth to which fewer than LEAST_DRAFTS drafts survive: the error of the few is
+    smallest where their predicted chance is nearest to 0, at the end of the grid.
+    """
     temperatures: list[float] = []
     before_M = drafts.logits_MK.new_ones(len(drafts.logits_MK))
     for depth in range(drafts.logits_MK.shape[1]):
@@ -79,7 +84,9 @@ def fit_temperatures(drafts: Drafts) -> list[float]:
         errors = [
             calibration_error(before_N * (logits_N / each).sigmoid(), survived_N) for each in GRID
         ]
-        temperatures.append(GRID[errors.index(min(errors))])
+        reached = drafts.survived_MK[known_M, depth - 1].sum() if depth else known_M.sum()
+        best = GRID[errors.index(min(errors))]
+        temperatures.append(best if reached >= LEAST_DRAFTS else 1.0)
         before_M = before_M * (logits_M / temperatures[-1]).sigmoid()
     return temperatures
 
