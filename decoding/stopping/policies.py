@@ -135,9 +135,9 @@ class Thompson(Fixed):
 class PublishedThompson(Thompson):
     """EESD's policy as published (arXiv 2406.03853): Thompson sampling before every token.
 
-    The posterior counts all accepted tokens of the request and all rejected ones, from the prior
-    Beta(1, 1). A token is drafted with the probability that is sampled from it, the first of a
-    round too.
+    The posterior counts the request's accepted tokens, and a rejection for every draft with one,
+    from the prior Beta(1, 1); tokens after a rejected one are not tested. A token is drafted with
+    the probability that is sampled from it, the first of a round too.
     """
 
     DISCOUNT = 1.0

@@ -52,6 +52,7 @@ from training.heads.drafter import (
 )
 from training.heads.temperatures import confidences
 
+UNITS = 64  # unit vectors at once, each of which has logits of the target's vocabulary
 # maps the logits of the drafted tokens and a depth to the ids (B,) of the tokens
 Choose = Callable[[Tensor, int], Tensor]
 
@@ -159,8 +160,9 @@ class BlockDrafter:
             ids_V = self.head.token_ids_V
             if ids_V is not None:  # the lm_head's columns, as logits of unit vectors
                 eye_HH = torch.eye(target.hidden_size, dtype=DTYPES[target.dtype])
-                columns_HV = target.lm_head(eye_HH.to(target.device))
-                rows_VH = self._convert(columns_HV[:, ids_V].T.contiguous())
+                units = eye_HH.to(target.device).split(UNITS)
+                columns_HV = torch.cat([target.lm_head(each)[:, ids_V] for each in units])
+                rows_VH = self._convert(columns_HV.T.contiguous())
                 self._shortlist = linear_of(rows_VH, self._execution)
             fuses = self._execution == "fused"
             self._pass = make_pass(self.head, target) if fuses else None

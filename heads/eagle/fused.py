@@ -1,11 +1,10 @@
-"""An EAGLE-3 head whose chains are calls of the compiled step that a fused target runs, on a CPU.
+"""An EAGLE-3 head whose drafts are calls of the compiled step that a fused target runs, on a CPU.
 
 The head's layer is a Llama layer whose projections read a normed embedding and a normed state side
-by side. The nodes of trees run eagerly, as do EAGLE-1, whose target predicts, and heads with
-`norm_before_residual`.
+by side. EAGLE-1, whose target predicts, and heads with `norm_before_residual` run eagerly.
 
-Shapes: B rows, W elements, M mask elements, N elements whose logits are wanted, H hidden size, V
-vocabulary of the target.
+Shapes: B rows, W elements, P new nodes of a draft, M mask elements, N elements whose logits are
+wanted, H hidden size, V vocabulary of the target.
 """
 
 from collections.abc import Sequence
@@ -77,6 +76,20 @@ class FusedHeadCache(HeadCache):
         found_BNV = self._add_all(sequences_B, count)
         return super().draft_in_one_pass(sequences_B, count) if found_BNV is None else found_BNV
 
+    def run(self, tokens_BP: Tensor, parents_BP: Tensor) -> Tensor:
+        """Add nodes to the draft as `HeadCache.run` does; return their logits (B, P, V)."""
+        first, P = self.num_nodes, tokens_BP.shape[1]
+        if not self._fits(self._starts_B, first + P):
+            return super().run(tokens_BP, parents_BP)
+        self._parents_BN = torch.cat((self._parents_BN, parents_BP), 1)
+        states_BPH = self._at(self._states_BTH, self._starts_B1 + parents_BP + 1)
+        logits_BPV, states_BPH = self._join(
+            tokens_BP, states_BPH, self._starts_B, None, self._parents_BN
+        )
+        slots_BP = self._starts_B1 + torch.arange(first, first + P)
+        self._write(self._states_BTH, states_BPH, slots_BP + 1)
+        return logits_BPV
+
     def extend(self, tokens_B1: Tensor) -> Tensor:
         """Add a node after the draft's last one; return the logits (B, 1, V) of its next token."""
         number, slots_B1 = self.num_nodes, self._starts_B1 + self.num_nodes
@@ -144,11 +157,13 @@ class FusedHeadCache(HeadCache):
         states_BWH: Tensor,
         firsts_B: Sequence[int],
         last_B: Sequence[int] | None,
+        parents_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the logits of elements' next tokens, and the states that follow (B, W, H).
 
-        Each element sees those before it. firsts_B: slots of the first elements. last_B: the one
-        element of each row whose logits are wanted, as (B, 1, V); None: all, (B, W, V).
+        firsts_B: slots of the first elements, or of the tips with parents_BN, the parents of all
+        nodes of a draft that these elements end; None: each element sees those before it. last_B:
+        the one element of each row whose logits are wanted, as (B, 1, V); None: all, (B, W, V).
         """
         if self._cache_12BKTD is not self._bound:
             cos_T1D, sin_T1D = self._rope
@@ -157,7 +172,9 @@ class FusedHeadCache(HeadCache):
             self._bound = self._cache_12BKTD
         lengths_B = [first - FIRST_SLOT for first in firsts_B]
         before_norm = not self.head.config.norm_output
-        logits, states_BWH = self._step.join(tokens_BW, states_BWH, lengths_B, last_B, before_norm)
+        logits, states_BWH = self._step.join(
+            tokens_BW, states_BWH, lengths_B, last_B, before_norm, parents_BN
+        )
         return self._spread(logits), states_BWH
 
 

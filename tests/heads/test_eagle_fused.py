@@ -1,12 +1,15 @@
-"""Chains and passes of EAGLE-3 heads in the compiled step draft as `HeadCache.run` does."""
+"""Drafts of EAGLE-3 heads in the compiled step are those of `HeadCache`, which runs eagerly."""
 
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from decoding.interfaces import Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from heads.eagle.drafter import EagleDrafter
@@ -85,22 +88,53 @@ def test_a_draft_goes_on_before_its_tokens_are_verified(schedule: str, tmp_path:
     assert runs_fused(one)
 
 
-def test_trees_and_heads_in_memory_run_eagerly(tmp_path: Path) -> None:
-    """Check trees, whose first nodes alone run in the step, and that a head in memory stays."""
+def trees_of(one: EagleDrafter, **given: Any) -> tuple[list[list[int]], list[list[Any]]]:
+    """Return the texts of PROMPTS, and the tokens and parents of all trees."""
+    found: list[list[Any]] = []
+    propose = one.propose
+
+    def watched(*given: Any) -> Proposal:
+        proposal = propose(*given)
+        assert proposal.parents_BN is not None
+        found.append([proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()])
+        return proposal
+
+    one.propose = watched  # type: ignore[method-assign]
+    settings = Settings(law_6.TOKENS, num_draft_tokens=4, **given)
+    done = decode(law_6.native(law_6.target()), one, PROMPTS, settings)
+    return [each.tokens for each in done], found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_in_the_step_are_the_same(temperature: float, tmp_path: Path) -> None:
+    """Compare trees of several levels with eager ones, for rows of different lengths."""
     row = next(row for row in ROWS if row.kind is KIND)
-    head, model = saved(row, tmp_path / "head"), law_6.target()
-    settings = Settings(law_6.TOKENS, num_draft_tokens=law_6.GAMMA)
-    found = [
-        decode(law_6.native(model), each, PROMPTS, settings)
-        for each in (
-            None,
-            EagleDrafter(tmp_path / "head", execution="fused"),
-            EagleDrafter(tmp_path / "head"),
-        )
-    ]
-    texts = [[one.tokens for one in done] for done in found]
-    assert texts[0] == texts[1] == texts[2]
-    assert [one.accepted for one in found[1]] == [one.accepted for one in found[2]]
+    saved(row, tmp_path / "head")
+    fused, eager = (
+        EagleDrafter(tmp_path / "head", execution=each, max_nodes=24) for each in ("fused", "eager")
+    )
+    texts, trees = trees_of(fused, temperature=temperature)
+    assert (texts, trees) == trees_of(eager, temperature=temperature)
+    assert runs_fused(fused) and not runs_fused(eager)
+    levels = {sum(node > 0 for node in {*parents[0]}) for _, parents in trees}
+    assert max(levels) > 1, "nodes below the second level"
+    # the control: other trees if the second step of a tree sees no ancestors
+    loose = EagleDrafter(tmp_path / "head", execution="fused", max_nodes=24)
+    run = FusedHeadCache.run
+
+    def alone(self: FusedHeadCache, tokens_BP: Tensor, parents_BP: Tensor) -> Tensor:
+        self._parents_BN = torch.full_like(self._parents_BN, -1)
+        return run(self, tokens_BP, parents_BP)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedHeadCache, "run", alone)
+        assert trees_of(loose, temperature=temperature)[1] != trees
+
+
+def test_heads_in_memory_run_eagerly() -> None:
+    row = next(row for row in ROWS if row.kind is KIND)
+    model = law_6.target()
+    head: EagleHead = law_6.head_of(row, model)
     in_memory = EagleDrafter(head=head, shape="chain", execution="fused")
     law_6.drafts(in_memory, model)
     assert not runs_fused(in_memory) and "forward" not in vars(head.midlayer.self_attn.q_proj)

@@ -213,12 +213,14 @@ class FusedForward:
         lengths_B: Sequence[int],
         nodes_B: Sequence[int] | None,
         before_norm: bool,
+        parents_BM: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and states of tokens, each of which is read beside a state.
 
         It is for a first layer that joins the two (`Layer.state_norm_C`). nodes_B: the one token of
         each row whose logits are wanted, as (B, 1, V); None: all. The states (B, N, C) are those
-        after the final norm, or with `before_norm` those before it. Raises IndexError for a token
+        after the final norm, or with `before_norm` those before it. parents_BM: of the M nodes of a
+        tree, the last N of which are these tokens; None: a chain. Raises IndexError for a token
         outside the vocabulary.
         """
         (B, N), tokens_BN = tokens_BN.shape, tokens_BN.contiguous()
@@ -227,13 +229,15 @@ class FusedForward:
         logits, nodes = torch.empty(shape, dtype=self.sum_dtype), None
         if nodes_B is not None:
             nodes = ctypes.cast((ctypes.c_int32 * B)(*nodes_B), ctypes.c_void_p)
+        grown = 0 if parents_BM is None else parents_BM.shape[1] - N
+        parents_BM = None if parents_BM is None else parents_BM.contiguous()
         forward = Forward(
-            B, N, 1, torch.get_num_threads(), False, address(tokens_BN), None,
+            B, N, 1, torch.get_num_threads(), False, address(tokens_BN), address(parents_BM),
             (ctypes.c_int64 * B)(*lengths_B), self.columns((len(self.layers),)),
             address(hidden_BNC), address(logits), nodes, None, False, address(states_BNC),
-            before_norm,
+            grown, before_norm,
         )  # fmt: skip
-        self.check(self.library.forward_step(self.model, forward), N)
+        self.check(self.library.forward_step(self.model, forward), grown + N)
         return logits, hidden_BNC
 
     def write(self, states_BNC: Tensor, lengths_B: Sequence[int]) -> None:

@@ -66,6 +66,7 @@ class Forward(ctypes.Structure):
         ("places", ctypes.POINTER(ctypes.c_int32)),
         ("sees_all", ctypes.c_int32),
         ("states", ctypes.c_void_p),
+        ("grown", ctypes.c_int32),
         ("before_norm", ctypes.c_int32),
     ]
 

@@ -30,7 +30,7 @@ class Step {
       : m_(model), f_(forward), team_(team), M_(forward.B * forward.N) {
     int64_t longest = 0;
     for (int b = 0; b < f_.B; ++b) longest = std::max(longest, f_.lengths[b]);
-    scores_ = longest + f_.N;
+    scores_ = longest + f_.grown + f_.N;
     normed_ = int64_t(M_) * m_.C;
     if (m_.layers > 0 && m_.layer[0].state_norm != nullptr) normed_ = 2 * normed_ + m_.C;
     const int64_t per_thread = normed_ + MOST_HEADS * (scores_ + 2 * m_.D);
@@ -155,6 +155,9 @@ class Step {
     team_.barrier();
   }
 
+  // The parent of a row's node, whose index counts the nodes that have grown before.
+  int64_t parent(int b, int64_t node) const { return f_.parents[b * int64_t(f_.grown + f_.N) + node]; }
+
   // Rotates a query or key by its position, and writes a key or value to the cache.
   void place_head(const Layer& layer, int row, int head) {
     const int D = m_.D, b = row / f_.N, n = row % f_.N;
@@ -171,7 +174,7 @@ class Step {
     const bool is_key = head < m_.Q + m_.H;
     T* cache = static_cast<T*>(is_key ? layer.keys : layer.values);
     const int h = head - m_.Q - (is_key ? 0 : m_.H);
-    store(cache + ((cache_row(b) * m_.H + h) * m_.S + f_.lengths[b] + n) * D, x, D);
+    store(cache + ((cache_row(b) * m_.H + h) * m_.S + f_.lengths[b] + f_.grown + n) * D, x, D);
   }
 
   int64_t cache_row(int b) const { return f_.places == nullptr ? b : f_.places[b]; }
@@ -179,7 +182,7 @@ class Step {
   int depth(int b, int n) const {
     if (f_.parents == nullptr) return n;
     int depth = 0;
-    for (int64_t node = f_.parents[b * f_.N + n]; node >= 0; node = f_.parents[b * f_.N + node]) ++depth;
+    for (int64_t node = parent(b, f_.grown + n); node >= 0; node = parent(b, node)) ++depth;
     return depth;
   }
 
@@ -201,7 +204,7 @@ class Step {
     const int64_t plain = f_.parents == nullptr ? visible : length;
     score_keys<heads>(keys, plain, queries, D, scores, scores_);
     for (int64_t place = plain; place < visible; ++place) {
-      const T* key = keys + (length + ancestor(b, n, visible - 1 - place)) * D;
+      const T* key = keys + (length + ancestor(b, f_.grown + n, visible - 1 - place)) * D;
       score_keys<heads>(key, 1, queries, D, scores + place, scores_);
     }
     A sums[heads];
@@ -212,7 +215,7 @@ class Step {
     std::fill(out, out + heads * D, A(0));
     add_values<heads>(values, plain, scores, scores_, D, out);
     for (int64_t place = plain; place < visible; ++place) {
-      const T* value = values + (length + ancestor(b, n, visible - 1 - place)) * D;
+      const T* value = values + (length + ancestor(b, f_.grown + n, visible - 1 - place)) * D;
       add_values<heads>(value, 1, scores + place, scores_, D, out);
     }
     Input<T>* attended = attended_ + (int64_t(row) * m_.Q + first) * D;
@@ -274,10 +277,9 @@ class Step {
   void attend_runs(const Layer&, Pieces&) {}
 #endif
 
-  // The node `steps` above node n.
-  int64_t ancestor(int b, int64_t n, int64_t steps) const {
-    for (; steps > 0; --steps) n = f_.parents[b * f_.N + n];
-    return n;
+  int64_t ancestor(int b, int64_t node, int64_t steps) const {
+    for (; steps > 0; --steps) node = parent(b, node);
+    return node;
   }
 
   void feed_forward(const Layer& layer, int rank, Input<T>* normed, Pieces* pieces) {
@@ -322,12 +324,14 @@ Team& team_of(int threads) {
 // Whether every token has an embedding, its slot exists, and every parent comes before its node.
 bool is_valid(const Model& model, const Forward& forward) {
   for (int b = 0; b < forward.B; ++b) {
-    if (forward.lengths[b] < 0 || forward.lengths[b] + forward.N > model.S) return false;
+    const int64_t nodes = forward.grown + forward.N;
+    if (forward.lengths[b] < 0 || forward.lengths[b] + nodes > model.S) return false;
     for (int n = 0; n < forward.N && forward.tokens != nullptr; ++n) {
       const int64_t token = forward.tokens[b * forward.N + n];
       if (token < 0 || token >= model.vocabulary) return false;
-      if (forward.parents != nullptr && forward.parents[b * forward.N + n] >= n) return false;
     }
+    for (int64_t node = 0; node < nodes && forward.parents != nullptr; ++node)
+      if (forward.parents[b * nodes + node] >= node) return false;
   }
   return true;
 }

@@ -50,7 +50,7 @@ struct Forward {
   int32_t B, N, taps, threads;
   int32_t reads_prompts;   // whether the tokens are of prompts, of which no logits are wanted
   const int64_t* tokens;   // (B, N)
-  const int64_t* parents;  // (B, N), -1 for a root; null: a chain
+  const int64_t* parents;  // (B, grown + N), negative for a root; null: a chain
   const int64_t* lengths;  // (B,) committed tokens
   const int32_t* columns;  // (layers + 1,) place of each layer's hidden states in `hidden`, or -1
   void* hidden;            // (B, N, taps * C) of the model's dtype
@@ -59,6 +59,7 @@ struct Forward {
   const int32_t* places;   // (B,) rows of the cache, in which a row may be again, further on; null: 0 to B - 1
   int32_t sees_all;        // whether each token sees all new tokens of its row; only without parents
   const void* states;      // (B, N, C) of the model's dtype, the states before the layers; null: the tokens' embeddings
+  int32_t grown;           // nodes of each tree before these, whose keys and values follow the committed ones
   int32_t before_norm;     // whether the last layer's hidden states are those before the final norm
 };
 
