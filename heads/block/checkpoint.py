@@ -6,9 +6,10 @@ import torch
 
 from decoding.models.draft_vocabulary import T2D, check_t2d, check_tokens, is_drafted
 from decoding.models.folder import WEIGHTS, load_state, read_json
-from heads.block.layouts import CONTRACT, READ_AS, layout_of
+from heads.block.layouts import READ_AS, layout_of
 from heads.block.model import BlockHead
 from heads.block.read_config import read_head_config
+from heads.block.servers import CONTRACT
 from training.heads import checkpoint
 
 

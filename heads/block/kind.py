@@ -17,10 +17,11 @@ from decoding.models.native.weights import NativeConfig
 from heads.block.checkpoint import load_head
 from heads.block.config import BlockOptions, BlockTrainConfig
 from heads.block.drafter import BlockDrafter
-from heads.block.layouts import CONTRACT, SERVED
+from heads.block.layouts import SERVED
 from heads.block.model import BlockHead
 from heads.block.predictions import BlockPredictions
 from heads.block.read_config import names_layout, read_head_config
+from heads.block.servers import CONTRACT
 from heads.block.shape import (
     CORRECTIONS,
     EMBEDDING,

@@ -6,38 +6,32 @@ are selected by block efficiency on the target's held-out answers.
 """
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decoding.costs.prediction import Costs
 from decoding.engine import stop_tokens
 from decoding.interfaces import Drafter, Target
-from decoding.models.folder import hash_input
 from decoding.models.load import DTYPES
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.tokenizer import load_tokenizer
 from jobs.paths import resolve, resolve_model
-from jobs.progress import ProgressBar
 from jobs.protocol import Run
 from jobs.ranks import is_rank
 from training.adapters import attach, merge, start_adapter
 from training.bounds import Progress
 from training.checkpoint import load_weights
 from training.data.from_config import data_files, read_samples, sample_evenly, training_data
-from training.data.packing import PackedData, Sample, collate
+from training.data.packing import PackedData, Sample
 from training.doctor import begin
 from training.draft_vocabulary import choose_tokens
 from training.drafter_folder import Provenance, close_run, origin_of
 from training.export import load_checkpoint, saved_run
-from training.features.layer_stores import LayerStores, layers_on_disk
 from training.features.states import TargetStates
-from training.features.stores import MemoryStore, Store, states_on_disk
 from training.heads.build import describe_mask_token, initialize_head, shape_of, start_head
 from training.heads.calibration import Calibration
 from training.heads.checks import check, check_same_target, check_start
@@ -52,9 +46,10 @@ from training.heads.loss_config import describe_head_loss, reads_final, trained_
 from training.heads.measure import measure
 from training.heads.objective import HeadObjective
 from training.heads.on_policy import OnPolicyRows
-from training.heads.positions import check_predictions, count_kept
+from training.heads.positions import check_predictions
 from training.heads.predicting import count_depths
 from training.heads.real_drafting import block_efficiency
+from training.heads.stores import fill_store, make_store
 from training.heads.temperatures import describe_calibration
 from training.held_out.costs import Timing, answers_and_costs, cost_files
 from training.held_out.speedup import describe_prediction
@@ -176,7 +171,9 @@ def train(job: HeadJob, run: Run) -> None:
     if config.on_policy.share:
         drafted = OnPolicyRows(config.on_policy, data.rows_per_step, config.seed)
     objective = HeadObjective(kind, head, states, config.loss, drafted, config.seed)
-    states.store = make_store(job, target.config, data, parallel.is_main)
+    layout = states_layout(config, kind, shape, target.config)
+    sizes = shape.hidden_size, target_folder, data, parallel.is_main
+    states.store = make_store(config.states, layout, *sizes)
     if config.states.fill:
         fill_store(objective, data, parallel)
     start_adapter(head, config.adapter_rank, parallel.is_main)
@@ -213,46 +210,6 @@ def choose_vocabulary(
     found = parallel.broadcast(ids_V)  # sums may round otherwise on another rank
     assert isinstance(found, Tensor)
     return found
-
-
-def make_store(
-    job: HeadJob, target: Any, data: PackedData, show: bool
-) -> Store | LayerStores | None:
-    """Return the store for the target's states that states.cache selects; None: no store.
-
-    target: the target's Hugging Face configuration. show: print the size of files. Raises UserError
-    if they do not fit on the disk.
-    """
-    settings = job.config.states
-    if settings.cache == "none":
-        return None
-    if settings.cache == "memory":
-        return MemoryStore(settings.memory_mb * 10**6)
-    layout = states_layout(job.config, job.kind, job.shape, target)
-
-    def count(mask_T: np.ndarray) -> int:
-        return count_kept(mask_T, layout.heads, layout.uses_teacher, layout.context)
-
-    root, target_hash = Path(settings.folder), hash_input(job.target_folder)
-    if settings.layers:
-        sizes = job.shape.hidden_size, layout.dtype
-        return layers_on_disk(root, target_hash, data, layout.taps, *sizes, show)
-    return states_on_disk(root, target_hash, data, layout, count, show)
-
-
-def fill_store(objective: HeadObjective, data: PackedData, parallel: Parallel) -> None:
-    """Store the target's states in all rows of the data, each rank those of its share."""
-    rows, began = data.rows[parallel.rank :: parallel.world_size], time.perf_counter()
-    with ProgressBar("states", len(rows), show=parallel.is_main) as bar, torch.no_grad():
-        for number, row in enumerate(rows, start=1):
-            objective.read_target(collate(data.samples, [row], data.capacity, parallel.device))
-            bar.update(number)
-    # every rank waits here for the others
-    tokens = sum(parallel.gather(objective.states.tokens_read))
-    if parallel.is_main:
-        seconds = time.perf_counter() - began
-        read = f"the target read {tokens:,} tokens in {seconds:.1f} s, before training"
-        print(f"states: {read if tokens else 'all were stored before; the target read none'}")
 
 
 def make_evaluation(
