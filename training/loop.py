@@ -39,7 +39,7 @@ from training.models.layers import compile_layers
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations
 from training.parallel.strategy import Parallel
-from training.plan import bounds_of
+from training.plan import bounds_of, describe_passes
 from training.timer import Timer
 
 
@@ -138,6 +138,8 @@ def fit(
         progress.ended_by = _end(progress, limits, data, config)
         if reason := _early_end(progress, limits, data, config):
             bar.say(f"  ended after step {progress.step}{reason}")
+        if note := describe_passes(progress.step / data.steps_per_epoch, config.max_epochs):
+            bar.say(f"  {note}")
     with parallel.gathered_weights(for_good=True):
         _load_best(root, progress, trained, parallel)
     return progress

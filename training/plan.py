@@ -17,6 +17,21 @@ def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
     return Bounds(steps, loop.max_tokens or math.inf, loop.max_seconds or math.inf)
 
 
+# SmolLM2's pruned drafter learned nothing more from its tenth pass over 697 chats on, and greedily
+# less (docs/experiments/2026-11-30-every-head-smollm2.md).
+MANY_PASSES = 10
+
+
+def describe_passes(passes: float, max_epochs: float | None) -> str:
+    """Return a note if a run has read its data many times, which nobody asked for; else ""."""
+    if passes <= MANY_PASSES or max_epochs is not None:
+        return ""
+    return (
+        f"{passes:.0f} passes over the data: so many teach it by heart. More data is likely to "
+        f"help more than more time: further chats, or a larger data.max_samples."
+    )
+
+
 def resolve_max_epochs(loop: LoopConfig) -> float:
     """Return the bound on passes over the data; 0 if there is none."""
     if loop.max_epochs is not None:
