@@ -102,8 +102,8 @@ class EvalConfig(JobConfig):
     # temperature > 0; a drafter's mapping may override it
     verify: str = "token"
     # rule that ends a draft: fixed, confidence, assisted, adaptive_confidence, entropy, thompson,
-    # thompson_published, thompson_calibrated or cost_ratio; null: cost_ratio for a model's chains,
-    # else fixed; a drafter's mapping may override it
+    # thompson_published, thompson_calibrated or cost_ratio; null: cost_ratio for chains of sampled
+    # tokens, else fixed; a drafter's mapping may override it
     stopping: str | None = None
     # threshold of the rules that have one; null: the default of the rule
     stopping_threshold: float | None = None

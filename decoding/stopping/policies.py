@@ -168,7 +168,8 @@ class CostRatioByRound(Fixed):
 
         A drafter that was asked for tokens and drafted none has taken a step for nothing.
         """
-        if self._asked and not drafted:
+        was_asked, self._asked = self._asked, 0
+        if was_asked and not drafted:
             return self.planner.learn_dropped()
         self.planner.learn_round(drafted, accepted, self.planner.costs.round_ms(drafted, drafted))
 

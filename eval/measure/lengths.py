@@ -70,7 +70,7 @@ def length_cap_of(
             "(target.execution=eager records none)"
         )
     elif whole_proposals:
-        why = "it makes each proposal in one step, so no stopping rule runs between tokens"
+        why = "it drafts in one step, so a stopping rule decides before it, up to the given length"
     elif use.stopping == "fixed":
         why = "stopping=fixed ends no draft early"
     if why:

@@ -54,9 +54,11 @@ def target_of(drafter: Drafter | None) -> Target:
 def drafter_of(name: str) -> Drafter | None:
     """Return the drafter of the row `name` for the 5-symbol target.
 
-    Names without one, such as "autoregressive", give None, which decodes without a drafter.
+    It is None for "autoregressive", which decodes without one, and for a row without a table.
     """
-    make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
+    if name == "autoregressive":
+        return None
+    make = next(row.table for row in [*ROWS, *PICKED] if row.name == name)
     return make() if make is not None else None
 
 

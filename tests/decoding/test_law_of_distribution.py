@@ -131,7 +131,7 @@ def test_law_3_holds_for_trees_if_the_host_runs_ahead(
 
 
 # lengths are chosen before the round for a single row too
-ONE_PASS = ("parallel chain", "medusa_chain", "p_eagle", "dspark_by_cost", "sdsat_one_forward")
+ONE_PASS = ("parallel", "medusa_chain", "p_eagle", "dspark_by_cost", "sdsat_one_forward")
 
 
 @pytest.mark.parametrize(

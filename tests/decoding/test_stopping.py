@@ -33,7 +33,7 @@ from heads.sdsat.drafter import SdsatDrafter
 from tests.support.tiers import tiered
 from tests.support.tiny_targets import hf_model, native_of, random_prompts
 
-from .rows import ROWS, DrafterRow, Kit
+from .rows import BY_NAME, DrafterRow, Kit
 from .test_laws import models
 
 CHEAP = RoundCosts(0.01, (1.0, 1.01))
@@ -41,9 +41,7 @@ EXPENSIVE = RoundCosts(5.0, (1.0, 2.0))
 FAIR = RoundCosts(0.15, (1.0, 1.05))
 STEEP = tuple(1 + 0.3 * n for n in range(9))
 ONE_PASS = [
-    row
-    for row in ROWS
-    if row.name in ("parallel chain", "medusa_chain", "p_eagle", "dflash", "dspark", "sdsat")
+    BY_NAME[name] for name in ("parallel", "medusa_chain", "p_eagle", "dflash", "dspark", "sdsat")
 ]
 
 
@@ -201,20 +199,20 @@ def test_cost_ratio_is_the_default_with_measured_costs() -> None:
 def test_drafts_of_one_pass_are_as_long_as_pays(row: DrafterRow) -> None:
     """Check that drafts of one pass follow the costs, of a single row and of a batch."""
     target, _, draft_model = models()
-    prompts, given = random_prompts(4), Settings(max_new_tokens=24, num_draft_tokens=3)
-    plain = [one.tokens for one in decode(target, None, prompts, given)]
+    texts, given = random_prompts(4), Settings(max_new_tokens=24, num_draft_tokens=3)
 
-    def drafted(costs: RoundCosts, **more: Any) -> list[int]:
+    def drafted(prompts: list[list[int]], t_draft_ms: float, **more: Any) -> list[int]:
         drafter = row.make(Kit(target, target, draft_model, []))
-        done = decode(target, drafter, prompts, replace(given, costs=costs, **more))
-        assert [one.tokens for one in done] == plain
+        costs = RoundCosts(t_draft_ms, (1.0,) * 9, rows=len(prompts))
+        settings = replace(given, costs=costs, **more)
+        done = decode(target, drafter, prompts, settings)
+        plain = decode(target, None, prompts, settings)
+        assert [one.tokens for one in done] == [one.tokens for one in plain]
         return [one.drafted for one in done]
 
-    for rows in (1, 4):
-        cheap = drafted(RoundCosts(0.01, (1.0,) * 9, rows=rows))
-        dear = drafted(RoundCosts(5.0, (1.0, 2.0), rows=rows))
-        assert min(cheap) > 0 and not any(dear)
-    assert min(drafted(RoundCosts(5.0, (1.0, 2.0)), stopping="fixed")) > 0, "the control"
+    for prompts in (texts[:1], texts):
+        assert min(drafted(prompts, 0.01)) > 0 and not any(drafted(prompts, 5.0))
+    assert min(drafted(texts, 5.0, stopping="fixed")) > 0, "the control"
 
 
 def test_a_pass_counts_once() -> None:

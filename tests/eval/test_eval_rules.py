@@ -193,12 +193,12 @@ def test_the_coupled_baseline_is_decoded_only_where_needed(home, four_rules, cap
         (
             {"use": "static_tree", "folder": "SHALLOW", "max_draft_tokens": 8},
             {"stopping": None},
-            "it makes each proposal in one step",
+            "it drafts in one step",
         ),
         (
             {"use": "prompt_lookup", "name": "mine", "stopping": "entropy", "max_draft_tokens": 8},
             {},
-            "mine has max_draft_tokens=8, but it makes each proposal in one step",
+            "mine has max_draft_tokens=8, but it drafts in one step",
         ),
         ({}, {"max_draft_tokens": 0}, "max_draft_tokens is 0, expected"),
     ],

@@ -95,10 +95,10 @@ def _answers(tokens: int, prompts: tuple[tuple[int, ...], ...]) -> list[Sample]:
     return samples
 
 
-def native(model: Any) -> NativeTarget:
+def native(model: Any, dtype: torch.dtype = torch.float32) -> NativeTarget:
     """Return the target for decoding."""
     return NativeTarget.from_state(
-        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
+        model.config.to_dict(), model.state_dict(), dtype=dtype, execution="eager"
     )
 
 
@@ -127,7 +127,7 @@ class Drafted:
     q_KV: Tensor  # distribution of each token
 
 
-def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
+def drafts(drafter: Drafter, model: Any, dtype: torch.dtype = torch.float32) -> list[Drafted]:
     """Decode PROMPTS by sampling and return the proposals of all rounds and rows."""
     found: list[Drafted] = []
     propose = drafter.propose
@@ -146,7 +146,7 @@ def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
 
     drafter.propose = watched  # type: ignore[method-assign]
     settings = Settings(TOKENS, temperature=1.0, num_draft_tokens=GAMMA, verify="token", seed=3)
-    decode(native(model), drafter, PROMPTS, settings)
+    decode(native(model, dtype), drafter, PROMPTS, settings)
     return found
 
 

@@ -14,11 +14,14 @@ from torch.nn.functional import linear, rms_norm, silu
 
 import heads.train
 from decoding import generate, load
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
-from decoding.interfaces import RoundCosts
+from decoding.interfaces import Drafter, RoundCosts
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
+from decoding.sampling.token_chooser import TokenChooser
+from decoding.sampling.warpers import Warper
 from heads import drafts_in_rows
 from heads.block.confidence import count_kept
 from heads.block.context import StoredContext
@@ -26,6 +29,7 @@ from heads.block.drafter import BlockDrafter
 from heads.block.kind import KIND as BLOCK
 from heads.block.model import BlockHead, after
 from heads.block.shape import spread_taps
+from heads.block.tree import TreePlanner
 from heads.layers import rope_at
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS
@@ -330,11 +334,13 @@ def test_a_block_is_written_after_the_stored_context_and_nothing_is_copied():
     assert torch.equal(keys[:, :, 9:], second) and torch.equal(keys[:, :, :9], text)
 
 
-def passes_of(drafter: BlockDrafter, rounds: int, costs: RoundCosts) -> tuple[int, int]:
+def passes_of(
+    drafter: BlockDrafter, rounds: int, costs: RoundCosts, **more: Any
+) -> tuple[int, int]:
     """Return the passes and the drafted tokens of a text of so many rounds."""
     passes: list[int] = []
     count = drafter.head.register_forward_hook(lambda *_: passes.append(1))
-    settings = Settings(rounds, num_draft_tokens=3, costs=costs, temperature=1.0)
+    settings = Settings(rounds, num_draft_tokens=3, costs=costs, temperature=1.0, **more)
     (done,) = decode(small_target(), drafter, [[3, 4]], settings)
     count.remove()
     return len(passes), done.drafted
@@ -347,7 +353,7 @@ def test_no_tree_is_drafted_if_none_pays():
     flat = RoundCosts(0.3, (1.0,) * 40)
     assert passes_of(by_cost, 60, RoundCosts(9.0, (1.0, 2.0))) == (0, 0)
     passes, drafted = passes_of(by_cost, 60, flat)
-    assert 0 < passes < 30 and drafted > 0, "tokens are hardly ever accepted"
+    assert 0 < passes < 30 and drafted > 0, "it pauses, as hardly a token is accepted"
     fixed = BlockDrafter(head=head, shape="tree")
     assert passes_of(fixed, 60, flat)[0] > 50, "the control"
 
@@ -361,6 +367,38 @@ def test_a_pass_whose_tokens_are_dropped_counts():
     drafter, costs = BlockDrafter(head=head, stop_below=0.5), RoundCosts(0.3, (1.0,) * 9)
     passes, drafted = passes_of(drafter, 100, costs)
     assert drafted == 0 < passes < 50
+    fixed = BlockDrafter(head=head, stop_below=0.5)
+    assert passes_of(fixed, 100, costs, stopping="fixed")[0] > 90, "the control"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_trees_by_cost_work_where_a_round_asks_for_none(before: bool):
+    """Check texts of one token, rows that end and rows that a lookup drafts for."""
+    head = random_block(sizes_of(small_target()), in_block_mask="causal")
+    drafter: Drafter = BlockDrafter(head=head, shape="tree", by_cost=True)
+    if before:
+        drafter = LookupFirst(drafter, min_match=1)
+    costs = RoundCosts(0.3, (1.0,) * 40)
+    for tokens in (1, 2, 30):
+        prompts = [[3, 4, 3, 4, 3, 4], [5], [8, 9, 10]]
+        settings = Settings(tokens, num_draft_tokens=3, costs=costs, stop_token_ids=(7, 11))
+        drafted, plain = (decode(small_target(), one, prompts, settings) for one in (drafter, None))
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+def test_a_small_tree_that_is_always_accepted_keeps_paying():
+    """Check that only the levels of a tree count as tested."""
+    planner = TreePlanner(1)
+    costs = RoundCosts(0.7, tuple(1 + 0.1 * n for n in range(9)))
+    planner.open(1, costs)
+    sure = torch.full((1, 3, 61), -20.0)
+    sure[:, :, 5] = 20.0
+    chooser = TokenChooser(Warper(0.0, 0, 1.0, 0.0), "greedy", 0, 61, torch.device("cpu"))
+    for _ in range(40):
+        (depth,) = planner.depths([3])
+        assert depth == 3
+        assert planner.proposal(sure, [depth], chooser).counts_B == [1]
+        planner.learn([1])
 
 
 # ----------------------------------------------------------------------------------- the job

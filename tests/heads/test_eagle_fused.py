@@ -12,6 +12,8 @@ from torch import Tensor
 from decoding.interfaces import Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
+from decoding.sessions.conversations import Session
+from decoding.sessions.open_batch import OpenBatch, Request
 from heads.eagle.drafter import EagleDrafter
 from heads.eagle.fused import FusedHeadCache
 from heads.eagle.kind import FIRST, KIND, PARALLEL
@@ -72,7 +74,7 @@ def test_the_step_feeds_back_the_right_state(norms: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("schedule", ["pearl_virtual", "pearl_plus_virtual"])
-def test_a_draft_goes_on_before_its_tokens_are_verified(schedule: str, tmp_path: Path) -> None:
+def test_a_draft_continues_before_its_tokens_are_verified(schedule: str, tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.kind is KIND)
     saved(row, tmp_path / "head")
     model, one = law_6.target(), drafter(row, tmp_path / "head", "fused")
@@ -129,6 +131,75 @@ def test_trees_in_the_step_are_the_same(temperature: float, tmp_path: Path) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FusedHeadCache, "run", alone)
         assert trees_of(loose, temperature=temperature)[1] != trees
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-9), ("bfloat16", 0.03)])
+def test_chains_are_the_same_in_every_dtype(
+    dtype: str, close: float, threads: int, tmp_path: Path
+) -> None:
+    """Compare the distributions of drafts of the same texts.
+
+    The target of the head in bfloat16 is in float32.
+    """
+    row = next(row for row in ROWS if row.kind is KIND)
+    saved(row, tmp_path / "head")
+    found = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for each in ("fused", "eager"):
+            one = EagleDrafter(tmp_path / "head", shape="chain", dtype=dtype, execution=each)
+            target_dtype = torch.float64 if dtype == "float64" else torch.float32
+            drafts = law_6.drafts(one, law_6.target(), target_dtype)
+            found[each] = {tuple(draft.text): draft.q_KV for draft in drafts}
+    finally:
+        torch.set_num_threads(before)
+    shared = found["fused"].keys() & found["eager"].keys()
+    assert len(shared) > 8
+    for text in shared:
+        ours, theirs = found["fused"][text][0], found["eager"][text][0]  # of the first token
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=close)
+
+
+def test_rows_that_join_and_leave_draft_the_same(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.kind is KIND)
+    saved(row, tmp_path / "head")
+    settings = Settings(1, num_draft_tokens=law_6.GAMMA, stopping="fixed", costs=COSTS)
+    requests = [
+        Request(prompt, replace(settings, max_new_tokens=6 + 5 * number))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    made = []
+    for each in ("fused", "eager"):
+        one, target = drafter(row, tmp_path / "head", each), law_6.native(law_6.target())
+        batch = OpenBatch(target, one, settings, len(requests))
+        waiting, rows = [*requests], []
+        while waiting or batch.rows:
+            rows += batch.join(waiting[:2])
+            del waiting[:2]
+            with torch.inference_mode():
+                batch.round()
+        made.append([(done.generation.tokens, done.generation.accepted) for done in rows])
+    assert made[0] == made[1] and any(accepted for _, accepted in made[0])
+
+
+def test_a_conversation_continues_from_the_cache(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.kind is KIND)
+    saved(row, tmp_path / "head")
+    settings, turns = Settings(12, num_draft_tokens=law_6.GAMMA), []
+    for each in ("fused", "eager"):
+        one, target = drafter(row, tmp_path / "head", each), law_6.native(law_6.target())
+        session, text = Session(target, one, settings), PROMPTS[0]
+        for _ in range(3):
+            batch = session.start(text)
+            done = batch.rows[0].generation
+            with torch.inference_mode():
+                while batch.rows:
+                    batch.round()
+            turns.append((done.tokens, done.accepted, done.prefilled))
+            text = [*text, *done.tokens, 7, 9]
+    assert turns[:3] == turns[3:] and turns[2][2] < len(text) / 2, "it reads new tokens alone"
 
 
 def test_heads_in_memory_run_eagerly() -> None:

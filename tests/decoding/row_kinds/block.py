@@ -115,6 +115,23 @@ ROWS = [
         slow=True,
     ),
     DrafterRow(
+        "block_tree_by_cost",
+        make=lambda kit: BlockDrafter(
+            head=block_of(kit.target, kit.draft_model, in_block_mask="causal"),
+            shape="tree",
+            max_nodes=12,
+            by_cost=True,
+        ),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: BlockDrafter(
+            head=random_block(LAW_3_SIZES, 2.0, in_block_mask="causal"),
+            shape="tree",
+            max_nodes=9,
+            by_cost=True,
+        ),
+        slow=True,
+    ),
+    DrafterRow(
         "block_tree",
         make=lambda kit: BlockDrafter(
             head=block_of(kit.target, kit.draft_model, in_block_mask="causal"),
