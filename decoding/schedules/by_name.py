@@ -38,7 +38,7 @@ def default_stopping(capabilities: Capabilities, schedule: str, target: Target) 
 
     It is `cost_ratio` for chains whose tokens are sampled from known distributions, under the
     serial schedule. Otherwise it is `fixed`: trees are sized by their drafter, the tokens of a
-    lookup are mostly accepted or rejected together, which a mean acceptance rate does not tell, and
+    lookup are mostly accepted or rejected together, which a mean acceptance rate hides, and
     overlapped schedules choose the length of their chunks. It is also `fixed` where draft lengths,
     which `cost_ratio` decides from measured costs, could change the text (`text_varies_by_length`).
     """

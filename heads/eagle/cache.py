@@ -10,6 +10,7 @@ element.
 
 Shapes: B rows, W elements, P new nodes of a draft, N nodes of a draft, T slots, H hidden size, Q
 query heads, K key/value heads, D head size, I inputs of the attention, V vocabulary of the target.
+A cache has 1 layer, with 2 parts, its keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -176,7 +177,10 @@ class HeadCache:
         """Run `count` nodes for timing, after which no draft is open."""
         ids = torch.zeros(len(self.lengths_B), count, dtype=torch.long, device=self.device)
         self._begin(self._starts_B)
-        self.extend(ids) if count == 1 else self.run(ids, ids - 1)
+        if count == 1:
+            self.extend(ids)
+        else:
+            self.run(ids, ids - 1)
         self._begin(self._starts_B)
 
     def time_pass(self, count: int) -> None:

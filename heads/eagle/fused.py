@@ -114,8 +114,8 @@ class FusedHeadCache(HeadCache):
     def _add_all(self, sequences_B: Tokens, count: int) -> Tensor | None:
         """Add the missing elements up to the tips, and count - 1 mask elements, in one call.
 
-        Returns the logits (B, count, V) of the tips and masks, or None, after nothing, if one call
-        cannot add them: where tokens before a tip have no states of the target.
+        Returns the logits (B, count, V) of the tips and masks; None, and changes nothing, if one
+        call cannot add them, as where tokens before a tip have no states of the target.
         """
         firsts_B, ends_B = self.lengths_B, [len(text) for text in sequences_B]
         tips_B = [end - first - 1 for first, end in zip(firsts_B, ends_B, strict=True)]

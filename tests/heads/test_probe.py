@@ -149,7 +149,7 @@ def test_a_small_gain_of_a_neighbouring_layer_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("gain", "noise", "told"),
+    ("gain", "noise", "is_clear"),
     [
         (-1.2 * LEAST_GAIN, 0.01, True),  # the control: the folder's layers are better
         (-0.8 * LEAST_GAIN, 0.01, False),
@@ -157,8 +157,8 @@ def test_a_small_gain_of_a_neighbouring_layer_is_a_warning(
         (0.8 * LEAST_GAIN, 2.0, False),
     ],
 )
-def test_layers_that_the_text_does_not_tell_apart_are_a_warning(
-    gain: float, noise: float, told: bool
+def test_neighbouring_layers_that_are_as_good_are_a_warning(
+    gain: float, noise: float, is_clear: bool
 ) -> None:
     random = np.random.default_rng(0)
     log_q_N, more_N = random.normal(-2, 1, 400), random.normal(0, noise, 400)
@@ -166,10 +166,14 @@ def test_layers_that_the_text_does_not_tell_apart_are_a_warning(
     found = Probe([Reading(0, 0, 0.5, log_q_N), other], commonest=0.1)
     check_reading(found, "HEAD")
     words = describe_doubt(found)
-    assert bool(words) is not told
+    assert bool(words) is not is_clear
     if words:
         assert f"by {gain:+.3f} if its taps are read one layer earlier" in words
-        assert "So they may be numbered one off" in words
+        assert "may be numbered one off" in words
+    both = Probe([*found.readings, Reading(1, 0, 0.5, log_q_N), Reading(0, 1, 0.5, log_q_N)], 0.1)
+    words = describe_doubt(both)
+    assert "by +0.000 if its taps are read one layer later" in words, "another place is no layer"
+    assert ("one layer earlier" in words) is not is_clear
 
 
 @pytest.mark.parametrize(("gain", "noise"), [(0.8 * LEAST_GAIN, 0.01), (0.5, 4.0), (0.5, 0.01)])

@@ -105,8 +105,8 @@ class Probe:
         """Return the readings of neighbouring layers that are not surely and much worse."""
         others = [one for one in self.readings if one.layers and not (one.places or one.layout)]
         differences = [self.stored.log_q_N - one.log_q_N for one in others]
-        told = [each.mean() > LEAST_GAIN and _standard_errors(each) > SURE for each in differences]
-        return [one for one, sure in zip(others, told, strict=True) if not sure]
+        worse = [each.mean() > LEAST_GAIN and _standard_errors(each) > SURE for each in differences]
+        return [one for one, is_worse in zip(others, worse, strict=True) if not is_worse]
 
     @property
     def gain(self) -> float:
@@ -227,16 +227,19 @@ def check_explained(found: Probe, name: str) -> None:
 
 
 def describe_doubt(found: Probe) -> str:
-    """Return a warning if the text does not tell the folder's layers from others; "" if it does."""
+    """Return a warning if other layers explain the text as well as the folder's; "" if none do."""
     if not found.is_doubtful:
         if found.is_misread or not found.alike:
             return ""
-        nats = [f"{one.score - found.stored.score:+.3f} if {_describe(one)}" for one in found.alike]
+        changes = [
+            f"{one.score - found.stored.score:+.3f} if {_describe(one)}" for one in found.alike
+        ]
         return (
-            f"the target's text does not tell the head's layers from neighbouring ones. It changes "
-            f"in nats a token by {', and by '.join(nats)}; less than {LEAST_GAIN}, or less than "
-            f"{SURE:g} standard errors, says nothing. So they may be numbered one off: compare the "
-            f"numbers with those of the tool that trained the head, or train it longer."
+            f"neighbouring layers explain the target's text as well as the head's own. Its log "
+            f"likelihood, in nats a token, changes by {', and by '.join(changes)}; a change below "
+            f"{LEAST_GAIN}, or below {SURE:g} standard errors, is no evidence. The layers may be "
+            f"numbered one off: compare the numbers with those of the tool that trained the head, "
+            f"or train it longer."
         )
     return (
         f"the target's text is {found.gain:.3f} nats a token more likely if "

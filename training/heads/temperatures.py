@@ -20,7 +20,7 @@ from torch import Tensor
 BINS = 15
 # from 1/8 to 8; among equal errors the first, nearest to 1, is taken
 GRID = sorted((2 ** (step / 8) for step in range(-24, 25)), key=lambda each: abs(math.log(each)))
-LEAST_DRAFTS = 30  # that get to a depth, of those that its temperature is fitted to
+LEAST_DRAFTS = 30  # that survive to a depth, if its temperature is fitted
 BEFORE, AFTER = "calibration/error_before", "calibration/error_after"
 _TEMPERATURE = "calibration/temperature"
 

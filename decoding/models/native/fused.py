@@ -122,7 +122,7 @@ class FusedForward:
 
         first_slot: the one that is seen first, from which `lengths_B` count.
         """
-        self._cache = cache_L2BHSD
+        self._cache, self._first_slot = cache_L2BHSD, first_slot
         self._rope = [table[first_slot:].to(self.sum_dtype).contiguous() for table in rope]
         self.model.S = cache_L2BHSD.shape[4]
         self.model.cosines, self.model.sines = (table.data_ptr() for table in self._rope)
@@ -230,6 +230,7 @@ class FusedForward:
         if nodes_B is not None:
             nodes = ctypes.cast((ctypes.c_int32 * B)(*nodes_B), ctypes.c_void_p)
         grown = 0 if parents_BM is None else parents_BM.shape[1] - N
+        self.check(max(lengths_B) + grown + N > self.model.S - self._first_slot, grown + N)
         parents_BM = None if parents_BM is None else parents_BM.contiguous()
         forward = Forward(
             B, N, 1, torch.get_num_threads(), False, address(tokens_BN), address(parents_BM),
