@@ -239,11 +239,11 @@ def _plots(
         best = {row.drafter: row for row in sorted(main, key=lambda row: row.speedup)}
         fastest = [best[name] for name in dict.fromkeys(row.drafter for row in main)]
         pairs = {row.drafter: samples_of(row, records) for row in fastest}
+        swept = [row for row in here if row.part == "sweep"] or here
+        drawn.append(evaluation_plots.speedup_by_gamma(swept, styles, label))
+        if len({row.drafter_layers for row in fastest} - {0}) > 1:
+            drawn.append(evaluation_plots.throughput_by_depth(fastest, styles, label))
         drawn += [
-            evaluation_plots.speedup_by_gamma(
-                [r for r in here if r.part == "sweep"] or here, styles, label
-            ),
-            evaluation_plots.throughput_by_depth(fastest, styles, label),
             evaluation_plots.alpha_by_depth(here, styles, label),
             evaluation_plots.time_of_a_round(fastest, label),
             evaluation_plots.speed_by_prompt(pairs, styles, label),

@@ -223,6 +223,13 @@ def test_the_page_goes_from_the_headline_to_the_definitions(html):
     assert places == sorted(places)
 
 
+def test_depths_are_compared_where_drafters_have_several(rows, records, html, drawn):
+    """Check the plot of throughput by depth, which says nothing of a single depth."""
+    alike = [dataclasses.replace(row, drafter_layers=min(row.drafter_layers, 1)) for row in rows]
+    assert "Depth against throughput: greedy" not in page(alike, records, PROVENANCE)
+    assert "Depth against throughput: greedy" in html
+
+
 def test_bars_show_the_parts_of_a_round_where_they_were_measured(rows):
     """Check the widths of the bars, and that a run without measured parts has its timed ones."""
     shown = [pick(rows, "simulated-good"), pick(rows, "prompt_lookup")]
