@@ -39,7 +39,7 @@ DRAFTING = [
 # rows whose heads know bigram targets alone, and are random on others
 RANDOM = ("dflash", "dflash2", "dspark_by_cost", "block_tree", "p_eagle")
 RANDOM += ("specdiff", "specdiff_sampled", "sdsat_one_forward", "sdsat_one_forward_low_rank")
-RANDOM += ("parallelspec", "domino")
+RANDOM += ("parallelspec", "domino", "block_tree_by_cost")
 SETTINGS = Settings(max_new_tokens=128, stopping="fixed", costs=COSTS)
 SAMPLED = replace(SETTINGS, temperature=1.0, verify="coupled")
 
