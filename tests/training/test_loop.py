@@ -264,19 +264,20 @@ def test_the_model_ends_at_its_best_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("passes", "asked", "told"), [(11, {}, True), (9, {}, False), (11, {"max_epochs": 20.0}, False)]
+    ("passes", "asked", "is_noted"),
+    [(11, {}, True), (9, {}, False), (11, {"max_epochs": 20.0}, False)],
 )
-def test_many_passes_over_the_data_are_told(
+def test_many_passes_over_the_data_are_noted(
     passes: int,
     asked: dict[str, float],
-    told: bool,
+    is_noted: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
     """Check the note after a run that nobody asked to read its data so often."""
     steps = math.ceil(passes * make_data().steps_per_epoch)
     train(tmp_path, loop(steps, checkpoint_every=0, **asked))
-    assert (f"{passes} passes over the data" in capsys.readouterr().err) is told
+    assert (f"{passes} passes over the data" in capsys.readouterr().err) is is_noted
 
 
 def weight_score(module: LanguageModelling) -> dict[str, float]:
