@@ -20,7 +20,8 @@ from heads.block.kind import KIND as BLOCK
 from heads.block.layouts import SERVED as LAYOUT
 from tests.heads import law_6
 from tests.heads.rows import HEAD_ROWS, HeadRow
-from tests.heads.test_block import small_target, text
+from tests.heads.test_block import text
+from tests.heads.test_block_drafting import small_target
 from tests.heads.test_block_folders import change, save
 from tests.heads.test_heads_train import configured
 from tests.support.block_heads import random_block, sizes_of
