@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from decoding import devices
 from decoding.errors import UserError, without_stop
+from decoding.rounds.memory import HeapTrimmer
 from jobs.interrupts import Interrupted, deferred_signals
 from jobs.progress import ProgressBar
 from training import checkpoint
@@ -34,7 +35,6 @@ from training.held_out.speedup import (
     UNRELIABLE,
     describe_prediction,
 )
-from training.memory import HeapTrimmer
 from training.models.layers import compile_layers
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.parallel.fsdp import checkpoint_activations

@@ -19,6 +19,7 @@ from decoding.errors import UserError
 from decoding.interfaces import Drafter, Observation, Outcome, Proposal, Stopping, Target
 from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
+from decoding.rounds.memory import HeapTrimmer
 from decoding.rounds.new_tokens import new_tokens
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
@@ -30,6 +31,8 @@ from decoding.values import quote
 from decoding.verification.rules import RULES
 
 OnTokens = Callable[[int, list[int]], None]
+# The bytes are more than the caches of most batches take, which would else be given back with each.
+_give_back_memory = HeapTrimmer(growth=2 << 30, every=64)
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class Batch:
         Raises UserError if another call has overwritten the caches, if the target's logits or the
         drafter's probabilities are NaN or infinite, and if `allowed` allows no token.
         """
+        _give_back_memory()
         with self.claim:
             self.check_claim()
             self._round()
