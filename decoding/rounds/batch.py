@@ -174,8 +174,6 @@ class Batch:
                 row.generation.verify_seconds += verified_at - forwarded_at
             row.generation.end_round()
             if proposal is not None:
-                row.generation.draft_steps += proposal.steps
-                row.generation.draft_frontiers += proposal.frontiers or proposal.steps
                 row.generation.verified += proposal.width
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
@@ -201,6 +199,9 @@ class Batch:
         proposal = self.drafter.propose(
             [row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser
         )
+        for row in self.rows:  # a draft that ended before its first token has taken them too
+            row.generation.draft_steps += proposal.steps
+            row.generation.draft_frontiers += proposal.frontiers or proposal.steps
         return proposal if proposal.width else None
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -238,8 +238,9 @@ class BlockDrafter:
             (chances,) = devices.read(confidences(logits_BK, self._temperatures_K[:depth]))
             kept_B = [count_kept(row, self._stop_below, self._costs) for row in chances]
             depths_B = [min(pair) for pair in zip(depths_B, kept_B, strict=True)]
-        q_BKV = torch.stack(q, 1) if q else None
-        return Proposal(tokens_BK, depths_B, None, q_BKV, 1)
+        longest = max(depths_B)  # the target reads no token that every row has dropped
+        q_BNV = torch.stack(q[:longest], 1) if q[:longest] else None
+        return Proposal(tokens_BK[:, :longest], depths_B, None, q_BNV, 1)
 
     def _read_assumed(self, sequences_B: Sequence[Sequence[int]]) -> list[int]:
         """Store tokens that the target has not read, and return the lengths without them.

@@ -267,6 +267,19 @@ def test_temperatures_of_one_change_no_bit(dtype: torch.dtype):
     assert hot != plain and [tokens for tokens, _ in hot] == [tokens for tokens, _ in plain]
 
 
+def test_the_target_reads_no_token_that_a_confidence_drops():
+    """Check the width of the verifying forwards, and that a pass that keeps nothing is counted."""
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(1)
+    head, settings = confident(), Settings(40, temperature=1.0)
+    whole, some, none = (
+        decode(target, BlockDrafter(head=head, stop_below=least), prompts, settings)[0]
+        for least in (0.0, 0.3, 0.9999)
+    )
+    assert 0 == none.drafted < some.drafted < whole.drafted, "the control"
+    for done in (whole, some, none):
+        assert done.verified == done.drafted and done.draft_steps >= done.rounds - 1 > 0
+
+
 # ------------------------------------------------------------------------------------ folders
 
 
