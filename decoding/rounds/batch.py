@@ -31,8 +31,8 @@ from decoding.values import quote
 from decoding.verification.rules import RULES
 
 OnTokens = Callable[[int, list[int]], None]
-# The bytes are more than the caches of most batches take, which would else be given back with each.
-_give_back_memory = HeapTrimmer(growth=2 << 30, every=64)
+# Memory is given back as a batch begins, while no clock runs, or after much growth of a long one.
+_trim_at_start, _trim_between_rounds = HeapTrimmer(1 << 30), HeapTrimmer(4 << 30, every=64)
 
 
 @dataclass(slots=True)
@@ -105,6 +105,7 @@ class Batch:
 
     def open(self) -> None:
         """Fill the caches with all prompt tokens except the last."""
+        _trim_at_start()
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
         capacity = self.capacity()
@@ -126,7 +127,7 @@ class Batch:
         Raises UserError if another call has overwritten the caches, if the target's logits or the
         drafter's probabilities are NaN or infinite, and if `allowed` allows no token.
         """
-        _give_back_memory()
+        _trim_between_rounds()
         with self.claim:
             self.check_claim()
             self._round()
@@ -199,7 +200,7 @@ class Batch:
         proposal = self.drafter.propose(
             [row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser
         )
-        for row in self.rows:  # a draft that ended before its first token has taken them too
+        for row in self.rows:  # a draft that keeps no token has taken its steps too
             row.generation.draft_steps += proposal.steps
             row.generation.draft_frontiers += proposal.frontiers or proposal.steps
         return proposal if proposal.width else None

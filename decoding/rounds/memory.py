@@ -18,7 +18,7 @@ GROWTH = 1 << 30
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory, or 0 where /proc does not tell."""
+    """Return the bytes of this process that are in memory, or 0 where there is no /proc."""
     if not _STATM.is_file():
         return 0
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -28,7 +28,7 @@ def _trim_of_glibc() -> Callable[[int], int] | None:
     """Return glibc's `malloc_trim`, or None with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):  # the last one on Windows
         return None
 
 

@@ -3,9 +3,11 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 MB = 1 << 20
 # A process of its own, since the heap of one that has run other tests has room for these tensors.
 # Once 16 MB were freed, glibc takes tensors of 1 MB from its heap. Of these, 300 are freed below
@@ -25,8 +27,43 @@ for give_back in (control, trimmer, trimmer):
     print(resident_bytes() - before)
 """
 
+# 1.3 GB are freed among small tensors that stay, and then a text is decoded.
+DECODING = """
+import sys
+import torch
+from decoding.loop import decode
+from decoding.rounds.memory import resident_bytes
+from decoding.rounds.settings import Settings
+from tests.support.tiny_targets import hf_model, native_of
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc alone is trimmed")
+target = native_of(hf_model("llama", layers=2))
+torch.ones(4 << 20)
+pairs = [(torch.ones(1 << 18), torch.ones(256)) for _ in range(1300)]
+kept = [small for _, small in pairs]
+del pairs
+print(resident_bytes())
+if "decode" in sys.argv:
+    decode(target, None, [[3, 4]], Settings(2))
+print(resident_bytes())
+"""
+needs_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="glibc's malloc alone is trimmed"
+)
+
+
+@needs_glibc
+def test_a_batch_that_begins_gives_memory_back() -> None:
+    """Check that a decode frees what others have left; control: without it nothing falls."""
+    shares = []
+    for given in ("decode", "nothing"):
+        command = [sys.executable, "-c", DECODING, given]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        before, after = map(int, done.stdout.split())
+        shares.append(after / before)
+    assert shares[0] < 0.6 and shares[1] > 0.95
+
+
+@needs_glibc
 def test_memory_is_given_back_after_some_growth() -> None:
     """Check that resident memory falls at the second call, which looks at it.
 

@@ -278,6 +278,14 @@ def test_the_target_reads_no_token_that_a_confidence_drops():
     assert 0 == none.drafted < some.drafted < whole.drafted, "the control"
     for done in (whole, some, none):
         assert done.verified == done.drafted and done.draft_steps >= done.rounds - 1 > 0
+    rows, drafter = random_prompts(3), BlockDrafter(head=head, stop_below=0.3)
+    batch = decode(target, drafter, rows, settings)
+    assert [one.tokens for one in batch] == [
+        decode(target, drafter, [row], settings, request_ids=[n])[0].tokens
+        for n, row in enumerate(rows)
+    ]
+    # A row of a batch is read as far as the longest one, and no further than whole drafts are.
+    assert all(one.drafted <= one.verified < whole.verified for one in batch)
 
 
 # ------------------------------------------------------------------------------------ folders
