@@ -8,8 +8,9 @@ from decoding.costs.contention import UndisturbedClock
 from decoding.drafters.chain import ChainDrafter
 from decoding.engine import COST_SECONDS, COST_WINDOWS, Engine, generate
 from decoding.models.text.tokenizer import load_tokenizer
+from tests.support.simulated_clock import SimulatedClock
 
-from .test_costs import SimulatedClock, SimulatedParts
+from .test_cost_windows import SimulatedParts
 from .test_laws import models
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "assets" / "target"
